@@ -1,4 +1,4 @@
-"""A private PostgreSQL server for the tests, the three systems in a database of their own, and the program as its users run it.
+"""A private PostgreSQL server for the tests, databases with the three systems, and the program as its users run it.
 
 The server listens on a socket in a temporary directory and nowhere else; it dies with the test session. Tests that
 need no server do not start it. The program runs under the interpreter that runs the tests.
@@ -79,7 +79,13 @@ class Server:
         if os.geteuid() == 0:
             shutil.chown(self.directory, "postgres", "postgres")
         self.directory.chmod(0o755)
-        initdb = [binaries() / "initdb", "--pgdata", self.data, "--username=postgres", "--auth=trust"]
+        initdb: list[str | pathlib.Path] = [
+            binaries() / "initdb",
+            "--pgdata",
+            self.data,
+            "--username=postgres",
+            "--auth=trust",
+        ]
         subprocess.run(
             as_postgres(*initdb, "--encoding=UTF8", "--locale=C.UTF-8", "--no-sync"),
             check=True,
@@ -160,7 +166,7 @@ class Database:
         return int(self.value(f"SELECT count(*) FROM {table} WHERE {where}"))
 
     def grant(self, table: str, *, select: str, update: str = "") -> None:
-        """The least that the job needs on a table: `select` the columns it names, `update` one column (default: the first)."""
+        """The least that the job needs on a table: `select` the columns it names, `update` one (or the first)."""
         first = update or select.split(",")[0]
         self.execute(f"GRANT SELECT (ctid, {select}), UPDATE ({first}), DELETE ON {table} TO retention")
 
@@ -237,7 +243,7 @@ class Program:
         env: dict[str, str] | None = None,
         prefix: tuple[str, ...] = (),
     ) -> subprocess.Popen[str]:
-        """Start it and return at once; `prefix` is a command to run it under. What still runs is killed with the test."""
+        """Start it and return at once; `prefix` is a command to run it under. What runs on is killed with the test."""
         if config is not None:
             self.write(config)
         process = subprocess.Popen(
