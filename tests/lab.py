@@ -11,11 +11,15 @@ import io
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +76,9 @@ def as_postgres(*command: str | pathlib.Path) -> list[str]:
 class Server:
     """A PostgreSQL server on a private socket, without durability. Superuser `postgres`, job's role `retention`."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: dict[str, str] | None = None) -> None:
+        #: What the server's environment has beside ours: change it between stop() and start(), for another clock, say.
+        self.environment = environment or {}
         self.directory = pathlib.Path(tempfile.mkdtemp(prefix="retention-pg-"))
         self.data = self.directory / "data"
         self.log = self.directory / "server.log"
@@ -107,6 +113,7 @@ class Server:
             as_postgres(binaries() / "pg_ctl", "--pgdata", self.data, "--log", self.log, "--wait", *arguments),
             check=True,
             stdout=subprocess.DEVNULL,
+            env={**os.environ, **self.environment},
             cwd="/",
         )
 
@@ -299,3 +306,91 @@ def clean_environment() -> dict[str, str]:
     hidden = ("PG", "OTEL_", "SESSION_RETENTION_")
     unwanted = {"JOURNAL_STREAM", "CREDENTIALS_DIRECTORY", "NOTIFY_SOCKET", "INVOCATION_ID"}
     return {k: v for k, v in os.environ.items() if not k.startswith(hidden) and k not in unwanted}
+
+
+def faketime(seconds: float) -> dict[str, str]:
+    """The environment in which a program believes that the clock on the wall is so many seconds ahead of what it is."""
+    library = next(pathlib.Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
+    return {
+        "LD_PRELOAD": str(library),
+        "FAKETIME": f"{seconds:+.3f}",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        "NO_FAKE_STAT": "1",
+        "PYTHONPATH": str(TOP / "tests" / "faketime"),
+    }
+
+
+def until(condition: Callable[[], Any], what: str, timeout: float = 30) -> Any:
+    """Wait for what only another process can bring about, and return what the condition then says."""
+    end = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < end, f"waited {timeout} s in vain: {what}"
+        time.sleep(0.02)
+    return value
+
+
+class Listener:
+    """A unix socket where a PostgreSQL server would be: it knows who connected, and says nothing unless a test does."""
+
+    def __init__(self, directory: pathlib.Path) -> None:
+        self.directory = directory
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.bind(str(directory / ".s.PGSQL.5432"))
+        self.socket.listen(64)
+
+    @property
+    def conninfo(self) -> str:
+        return f"host={self.directory} dbname=auth user=retention"
+
+    def accept(self, timeout: float = 30) -> socket.socket:
+        self.socket.settimeout(timeout)
+        return self.socket.accept()[0]
+
+    @property
+    def untouched(self) -> bool:
+        """Nobody has connected, not even to hang up at once."""
+        self.socket.setblocking(False)
+        try:
+            self.socket.accept()[0].close()
+        except BlockingIOError:
+            return True
+        return False
+
+
+_FIELD = r'[a-z][A-Za-z0-9]*=(?:"(?:[^"\\\n]|\\.)*"|[^\s"]+)'
+LINE = re.compile(rf"\[(\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d)\] \[(INFO|ERROR)\] ([^\n]*?)((?: {_FIELD})+)")
+
+
+@dataclass
+class Line:
+    """One line of the log in its line form."""
+
+    time: str
+    level: str
+    message: str
+    fields: dict[str, str]
+
+    @classmethod
+    def parse(cls, text: str) -> Line:
+        match = LINE.fullmatch(text)
+        assert match, f"not the line form: {text!r}"
+        fields = {}
+        for pair in re.findall(_FIELD, match[4]):
+            key, _, value = pair.partition("=")
+            assert key not in fields, f"{key} twice: {text!r}"
+            fields[key] = re.sub(r"\\(.)", r"\1", value[1:-1]) if value.startswith('"') else value
+        return cls(match[1], match[2], match[3], fields)
+
+    @property
+    def event(self) -> str:
+        """The event that has this message."""
+        if self.message.startswith("Starting "):
+            return "phase_started"
+        if self.message.startswith("Cleanup "):
+            return "phase_completed"
+        return "job_skipped" if self.message == "outside the night window" else self.message.replace(" ", "_")
+
+
+def log(text: str) -> list[Line]:
+    """Every line that a run wrote, each of which must have the line form."""
+    return [Line.parse(line) for line in text.splitlines()]
