@@ -1,0 +1,2529 @@
+#!/usr/bin/env python3
+"""session-retention: delete session rows that have outlived their retention from PostgreSQL.
+
+What can go wrong: this program deletes, on a schedule, unattended. What is committed cannot be undone.
+
+The invariant: no row outside its policy is ever deleted, and no row to which a row that stays refers. The whole
+predicate of a policy is checked again on the locked row, in the statement that deletes it. No status is changed,
+no row's content is read into a message, and no failure is reported as a zero.
+
+The transaction boundary: one batch, of at most `batch_size` rows, is one statement in one transaction. It is counted
+and logged after its commit, so that the log never claims what a crash took back. Between batches the session is idle.
+
+The sections stand in the order in which a run flows: durations and the window, configuration, what the database says
+of a table, statements, the session, walks, a phase, reporting, the run, the commands, main.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime as dt
+import enum
+import grp
+import json
+import logging
+import math
+import os
+import pwd
+import re
+import signal
+import stat
+import sys
+import tempfile
+import threading
+import time
+import tomllib
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
+
+import psycopg
+import psycopg.conninfo
+import psycopg.errors
+import psycopg.pq
+import tomli_w
+from psycopg import sql
+
+VERSION = "0.1.0"
+PROGRAM = "session-retention"
+USER = "session-retention"
+DEFAULT_CONFIG = "/etc/session-retention/config.toml"
+UTC = dt.timezone.utc
+
+
+class Exit(enum.IntEnum):
+    """The exit statuses, of sysexits.h where it has one. Only `main` returns them."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    UNAVAILABLE = 69
+    CONFIG = 78
+
+
+class RetentionError(Exception):
+    """The base of what this program raises on purpose; the text is safe to log."""
+
+    def __init__(self, message: str, sqlstate: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.sqlstate = sqlstate
+
+    def json(self) -> dict[str, str | None]:
+        return {"sqlstate": self.sqlstate, "message": self.message}
+
+
+class ConfigurationError(RetentionError):
+    """The configuration is wrong; `problems` are pairs of key and explanation, all of them."""
+
+    def __init__(self, file: str, problems: Sequence[tuple[str, str]]) -> None:
+        self.problems = [(key, f"{file}: {key}: {text}" if key else f"{file}: {text}") for key, text in problems]
+        super().__init__("; ".join(text for _, text in self.problems))
+
+
+class UsageError(RetentionError):
+    """The command line is wrong in a way that only the configuration shows."""
+
+
+class UnavailableError(RetentionError):
+    """The database could not be reached, or cannot be written to."""
+
+
+class RunFailedError(RetentionError):
+    """Nothing may be deleted in this run."""
+
+
+class PolicyFailedError(RetentionError):
+    """This policy cannot go on; others can."""
+
+
+class StoppedError(Exception):
+    """A signal arrived while the program waited."""
+
+
+# ── Durations and the night window ────────────────────────────────────────────────────────────────────────────────────
+# Pure functions of text and time.
+
+UNITS = {
+    "ms": dt.timedelta(milliseconds=1),
+    "s": dt.timedelta(seconds=1),
+    "m": dt.timedelta(minutes=1),
+    "h": dt.timedelta(hours=1),
+    "d": dt.timedelta(days=1),
+    "w": dt.timedelta(weeks=1),
+}
+# A century: beyond any retention, and still a date that Python and PostgreSQL can hold.
+LONGEST = dt.timedelta(days=36500)
+ZERO = dt.timedelta(0)
+
+
+def parse_duration(text: str) -> dt.timedelta:
+    """Read `90d` or `1h30m`; ValueError for anything else, a number without a unit and more than 36500d included.
+
+    >>> parse_duration("1h30m")
+    datetime.timedelta(seconds=5400)
+    >>> parse_duration("90")
+    Traceback (most recent call last):
+    ...
+    ValueError: 90
+    """
+    if not re.fullmatch(r"([0-9]{1,15}(ms|[smhdw]))+", text, re.ASCII):
+        raise ValueError(text)
+    try:
+        total = sum((int(n) * UNITS[unit] for n, unit in re.findall(r"([0-9]+)(ms|[smhdw])", text)), ZERO)
+    except OverflowError:
+        raise ValueError(text) from None
+    if total > LONGEST:
+        raise ValueError(text)
+    return total
+
+
+def format_duration(duration: dt.timedelta) -> str:
+    """The shortest text that `parse_duration` reads back, in days and smaller units.
+
+    >>> format_duration(dt.timedelta(hours=25, milliseconds=5))
+    '1d1h5ms'
+    >>> format_duration(ZERO)
+    '0s'
+    """
+    parts = []
+    for unit in ("d", "h", "m", "s", "ms"):
+        count, duration = divmod(duration, UNITS[unit])
+        if count:
+            parts.append(f"{count}{unit}")
+    return "".join(parts) or "0s"
+
+
+@dataclass(frozen=True, slots=True)
+class NightWindow:
+    """From `start` (included) to `end` (excluded), in minutes of the UTC day; it may cross midnight."""
+
+    start: int
+    end: int
+
+    @classmethod
+    def parse(cls, text: str) -> NightWindow | None:
+        """Read `02:00-05:00`; None for the empty text, which means any time; ValueError otherwise.
+
+        >>> NightWindow.parse("23:30-05:00")
+        NightWindow(start=1410, end=300)
+        """
+        if not text:
+            return None
+        clock = r"([01][0-9]|2[0-3]):([0-5][0-9])"
+        match = re.fullmatch(f"{clock}-{clock}", text, re.ASCII)
+        if not match:
+            raise ValueError(text)
+        hour, minute, end_hour, end_minute = map(int, match.groups())
+        window = cls(hour * 60 + minute, end_hour * 60 + end_minute)
+        if window.start == window.end:
+            raise ValueError(text)
+        return window
+
+    def __str__(self) -> str:
+        return "-".join(f"{minute // 60:02}:{minute % 60:02}" for minute in (self.start, self.end))
+
+    def remaining(self, now: dt.datetime) -> dt.timedelta | None:
+        """The time until the window closes; None while it is closed.
+
+        >>> NightWindow.parse("23:30-05:00").remaining(dt.datetime(2026, 1, 1, 4, 0))
+        datetime.timedelta(seconds=3600)
+        """
+        day = UNITS["d"]
+        since_midnight = now - now.replace(hour=0, minute=0, second=0, microsecond=0)
+        since_start = (since_midnight - self.start * UNITS["m"]) % day
+        length = (self.end - self.start) * UNITS["m"] % day
+        return length - since_start if since_start < length else None
+
+
+# ── Configuration ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# Knows the file and no database. Each option is declared once, as a field of a dataclass: its key, its kind (what is
+# accepted, how it is read and shown) and its default.
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of value. `read` turns what TOML holds into ours, or raises ValueError; `show` turns it back."""
+
+    accepts: str
+    read: Callable[[Any], Any]
+    show: Callable[[Any], Any] = lambda value: value
+
+
+def expect(condition: bool) -> None:
+    if not condition:
+        raise ValueError
+
+
+def of_type(kind: type, value: Any) -> Any:
+    """The value, if it is of exactly this type: TOML's `true` is not the number 1."""
+    expect(type(value) is kind)
+    return value
+
+
+def text_of(value: Any) -> str:
+    text: str = of_type(str, value)
+    expect("\0" not in text)
+    return text
+
+
+def duration_kind(accepts: str, allowed: Callable[[dt.timedelta], bool]) -> Kind:
+    def read(value: Any) -> dt.timedelta:
+        duration = parse_duration(text_of(value))
+        expect(allowed(duration))
+        return duration
+
+    return Kind(f"{accepts}: a text such as '30d' or '1h30m', units ms s m h d w, 36500d at most", read, format_duration)
+
+
+def read_name(value: Any) -> str:
+    """A column name, exactly as the catalog has it. 63 bytes: the server would cut it and may then mean another."""
+    name = text_of(value)
+    expect(0 < len(name.encode()) <= 63)
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class TableName:
+    schema: str
+    name: str
+
+    @classmethod
+    def read(cls, value: Any) -> TableName:
+        """Read `name` or `schema.name` as SQL would: what is not in double quotes folds to lower case.
+
+        >>> TableName.read('Auth."Session.Log"')
+        TableName(schema='auth', name='Session.Log')
+        """
+        part = r'(?:"((?:[^"]|"")+)"|([^\W\d][\w$]*))'
+        match = re.fullmatch(rf"\s*(?:{part}\s*\.\s*)?{part}\s*", text_of(value))
+        expect(match is not None)
+        assert match is not None
+        quoted_schema, schema, quoted, name = match.groups()
+
+        def fold(quoted: str | None, plain: str | None) -> str | None:
+            return quoted.replace('""', '"') if quoted else plain and re.sub("[A-Z]+", lambda m: m[0].lower(), plain)
+
+        return cls(read_name(fold(quoted_schema, schema) or "public"), read_name(fold(quoted, name)))
+
+    def __str__(self) -> str:
+        """The name as SQL writes it."""
+        plain = re.compile(r"[a-z_][a-z0-9_]*")
+        return ".".join(
+            part if plain.fullmatch(part) else '"{}"'.format(part.replace('"', '""'))
+            for part in (self.schema, self.name)
+        )
+
+
+def read_conninfo(value: Any) -> str:
+    try:
+        psycopg.conninfo.conninfo_to_dict(text_of(value))
+    except psycopg.Error:
+        raise ValueError from None  # libpq's own message quotes the string, and a password may be in it
+    return str(value)
+
+
+def read_only_lists(value: Any) -> dict[str, list[Any]]:
+    """The allow-list: each column's values, of one type each, in the order of the file."""
+    expect(type(value) is dict and len(value) > 0)
+    for column, values in value.items():
+        read_name(column)
+        expect(type(values) is list and len(values) > 0 and type(values[0]) in (str, int, bool))
+        for item in values:
+            of_type(type(values[0]), item)
+            expect(type(item) is not str or "\0" not in item)
+            expect(type(item) is not int or -(2**63) <= item < 2**63)
+    return dict(value)
+
+
+def read_path(value: Any) -> str:
+    path = text_of(value)
+    expect(not path or path.startswith("/"))
+    return path
+
+
+def read_title(value: Any) -> str:
+    title = text_of(value)
+    expect(title.isprintable() and title.strip() != "")
+    return title
+
+
+def read_size(value: Any) -> int:
+    size: int = of_type(int, value)
+    expect(1 <= size <= 1_000_000)
+    return size
+
+
+def read_pause(value: Any) -> dt.timedelta | None:
+    return None if value == "auto" else parse_duration(text_of(value))
+
+
+def read_false(value: Any) -> bool:
+    expect(value is False)
+    return False
+
+
+def read_nothing(_value: Any) -> NoReturn:
+    raise ValueError
+
+
+# PostgreSQL holds these time-outs as 32-bit milliseconds: 24 days and some hours.
+TIMEOUT = duration_kind("more than 0, 24d at most", lambda d: ZERO < d <= dt.timedelta(days=24))
+POSITIVE = duration_kind("more than 0", lambda d: d > ZERO)
+DURATION = duration_kind("0s or more", lambda _d: True)
+WHOLE_SECONDS = duration_kind(
+    "whole seconds, 2s or more", lambda d: d % UNITS["s"] == ZERO and UNITS["s"] * 2 <= d <= dt.timedelta(days=24)
+)
+CONNINFO = Kind("a libpq connection string, keywords ('dbname=auth user=x') or URI ('postgresql://…')", read_conninfo)
+SIZE = Kind("a whole number of rows, 1 to 1000000", read_size)
+BOOLEAN = Kind("true or false", lambda value: of_type(bool, value))
+WINDOW = Kind(
+    'a UTC time span such as "02:00-05:00", its ends different, or "" for any time',
+    lambda value: NightWindow.parse(text_of(value)),
+    lambda window: str(window or ""),
+)
+PAUSE = Kind(
+    '"auto", or a duration of 0s or more such as "100ms", units ms s m h d w, 36500d at most',
+    read_pause,
+    lambda pause: "auto" if pause is None else format_duration(pause),
+)
+PATH = Kind('an absolute path, or "" for none', read_path)
+TITLE = Kind("one line of printable text", read_title)
+TABLE = Kind('"name" or "schema.name", parts in double quotes where SQL needs them, 63 bytes each at most', TableName.read, str)
+COLUMN = Kind("the exact column name, unquoted, 63 bytes at most", read_name)
+ONLY = Kind(
+    'columns with non-empty lists of values of one type (text, 64-bit whole numbers or booleans): { status = ["Revoked"] }',
+    read_only_lists,
+)
+NO_VACUUM = Kind("false; VACUUM after a run is not in this version", read_false)
+NO_LAG = Kind("nothing yet; waiting for standbys is not in this version, leave the key out", read_nothing)
+
+
+def option(kind: Kind, default: Any = None) -> Any:
+    """A field of a section; the default is written as TOML would have it, None for a key that has none."""
+    return field(default=None if default is None else kind.read(default), metadata={"kind": kind})
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseOptions:
+    conninfo: str = option(CONNINFO, "dbname=auth")
+    connect_timeout: dt.timedelta = option(WHOLE_SECONDS, "10s")
+    connect_retry: dt.timedelta = option(DURATION, "10m")
+    statement_timeout: dt.timedelta = option(TIMEOUT, "60s")
+    lock_timeout: dt.timedelta = option(TIMEOUT, "2s")
+    max_clock_skew: dt.timedelta = option(POSITIVE, "5m")
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    batch_size: int = option(SIZE, 5000)
+    max_run_duration: dt.timedelta = option(POSITIVE, "30m")
+    retention_interval: dt.timedelta = option(POSITIVE, "24h")
+    night_window_utc: NightWindow | None = option(WINDOW, "02:00-05:00")
+    pause: dt.timedelta | None = option(PAUSE, "auto")
+    max_replication_lag: dt.timedelta | None = option(NO_LAG)
+    vacuum: bool = option(NO_VACUUM, False)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsOptions:
+    textfile: str = option(PATH, "/var/lib/session-retention/metrics.prom")
+    state: str = option(PATH, "/var/lib/session-retention/state.toml")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """One rule: rows of `table` whose age column lies before `now` less `retention` (or `grace`) are to go."""
+
+    name: str
+    title: str | None = option(TITLE)
+    table: TableName = option(TABLE)
+    age_column: str | None = option(COLUMN)
+    retention: dt.timedelta | None = option(POSITIVE)
+    expiry_column: str | None = option(COLUMN)
+    grace: dt.timedelta | None = option(DURATION)
+    only: dict[str, list[Any]] | None = option(ONLY)
+    parent_column: str | None = option(COLUMN)
+    batch_size: int | None = option(SIZE)
+    enabled: bool = option(BOOLEAN, True)
+    allow_cascade: bool = option(BOOLEAN, False)
+
+    @property
+    def column(self) -> str:
+        column = self.age_column or self.expiry_column
+        assert column is not None
+        return column
+
+    @property
+    def keep(self) -> dt.timedelta:
+        """How long a row stays after the time in its column."""
+        keep = self.retention if self.retention is not None else self.grace
+        assert keep is not None
+        return keep
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    file: str
+    database: DatabaseOptions
+    run: RunOptions
+    metrics: MetricsOptions
+    policies: tuple[Policy, ...]
+
+
+SECTIONS: dict[str, type[Any]] = {"database": DatabaseOptions, "run": RunOptions, "metrics": MetricsOptions}
+Problems = list[tuple[str, str]]
+
+
+def kinds(section: type[Any]) -> dict[str, Kind]:
+    return {f.name: f.metadata["kind"] for f in dataclasses.fields(section) if "kind" in f.metadata}
+
+
+def read_section(section: type[Any], where: str, table: Any, problems: Problems, **given: Any) -> Any:
+    """Make a section from its TOML table; None if anything in it is wrong, which `problems` then tells."""
+    before = len(problems)
+    known = kinds(section)
+    if type(table) is not dict:
+        problems.append((where, f"must be a table with the keys {', '.join(known)}"))
+        return None
+    for key, value in table.items():
+        if key not in known:
+            problems.append((f"{where}.{key}", f"unknown key; known here: {', '.join(known)}"))
+            continue
+        try:
+            given[key] = known[key].read(value)
+        except ValueError:
+            problems.append((f"{where}.{key}", f"must be {known[key].accepts}"))
+    return section(**given) if len(problems) == before else None
+
+
+def read_policy(name: str, table: Any, problems: Problems) -> Policy | None:
+    where = f"policy.{name}"
+    before = len(problems)
+    if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name, re.ASCII) or len(name) > 40:
+        problems.append((where, "a policy name must be lower-case words joined by single underscores, 40 characters at most"))
+    policy: Policy | None = read_section(Policy, where, table, problems, name=name)
+    if type(table) is dict:
+        if "table" not in table:
+            problems.append((f"{where}.table", f"is missing; must be {TABLE.accepts}"))
+        pairs = ({"age_column", "retention"}, {"expiry_column", "grace"})
+        if set(table) & (pairs[0] | pairs[1]) not in pairs:
+            problems.append((where, "needs either age_column with retention, or expiry_column with grace, and no other pairing"))
+    return policy if len(problems) == before else None
+
+
+def read_configuration(file: str) -> Configuration:
+    """Read and check the file; ConfigurationError names every fault in it at once."""
+    try:
+        with open(file, "rb") as stream:
+            content = stream.read()
+        document = tomllib.loads(content.decode())
+    except OSError as error:
+        raise ConfigurationError(file, [("", f"cannot be read: {error.strerror}")]) from None
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise ConfigurationError(file, [("", f"line {line}: not UTF-8; save the file in UTF-8")]) from None
+    except tomllib.TOMLDecodeError as error:
+        bom = content.startswith(b"\xef\xbb\xbf")
+        reason = "line 1: starts with a byte order mark; save the file without it" if bom else f"not valid TOML: {error}"
+        raise ConfigurationError(file, [("", reason)]) from None
+    except (RecursionError, ValueError):
+        raise ConfigurationError(file, [("", "not valid TOML: nested too deeply, or a number too large")]) from None
+    problems: Problems = []
+    for key in document.keys() - {*SECTIONS, "policy"}:
+        problems.append((key, f"unknown key; known here: {', '.join(SECTIONS)}, policy.<name>"))
+    sections = {key: read_section(kind, key, document.get(key, {}), problems) for key, kind in SECTIONS.items()}
+    tables = document.get("policy", {})
+    if type(tables) is not dict:
+        problems.append(("policy", "must be tables named [policy.<name>]"))
+        tables = {}
+    policies = [read_policy(name, table, problems) for name, table in tables.items()]
+    if not any(policy is None or policy.enabled for policy in policies):
+        problems.append(("policy", "no policy is enabled, so there is nothing to do; add a [policy.<name>] table"))
+    if problems:
+        raise ConfigurationError(file, problems)
+    return Configuration(file, **sections, policies=tuple(policy for policy in policies if policy))
+
+
+def mask_conninfo(conninfo: str) -> str:
+    """The connection string as keywords, with what libpq itself would not show replaced by asterisks."""
+    secret = {o.keyword.decode() for o in psycopg.pq.Conninfo.get_defaults() if o.dispchar == b"*"}
+    # newer options hold secrets that an older libpq does not know as such
+    secret |= {"password", "sslpassword", "oauth_client_secret", "scram_client_key", "scram_server_key"}
+    given = psycopg.conninfo.conninfo_to_dict(conninfo)
+    return psycopg.conninfo.make_conninfo(**{key: "********" if key in secret else value for key, value in given.items()})
+
+
+def show_section(section: Any) -> dict[str, Any]:
+    values = ((key, kind, getattr(section, key)) for key, kind in kinds(type(section)).items())
+    return {key: kind.show(value) for key, kind, value in values if value is not None or kind in (WINDOW, PAUSE)}
+
+
+def show_configuration(config: Configuration) -> str:
+    """The effective configuration as TOML that this program reads back, without secrets."""
+    document = {name: show_section(getattr(config, name)) for name in SECTIONS}
+    document["database"]["conninfo"] = mask_conninfo(config.database.conninfo)
+    document["policy"] = {policy.name: show_section(policy) for policy in config.policies}
+    return tomli_w.dumps(document)
+
+
+# ── The session ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# The one thin layer that talks to the driver. Knows no policy. Depends on nothing that outlives a transaction, so it
+# works behind a pooler that hands each transaction to another server process.
+
+Row = TypeVar("Row")
+
+
+class Name(sql.Identifier):
+    """An identifier inside a statement with parameters, where the driver reads a percent sign as a placeholder."""
+
+    def as_bytes(self, context: Any = None) -> bytes:
+        return super().as_bytes(context).replace(b"%", b"%%")
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+class Interrupts:
+    """What SIGTERM and SIGINT do: ask for a stop; end a wait at once; cancel a batch that takes too long.
+
+    The batch in flight gets GRACE seconds, then it is cancelled on the server (a second signal cancels it at once);
+    if even that does not end it within PATIENCE, the connection is given up. Together they stay under the 5 s that
+    users are promised.
+    """
+
+    GRACE = 3.0
+    PATIENCE = 1.0
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.waiting = False
+        self.statement: psycopg.Connection[Any] | None = None
+        self.cancelled = False
+
+    def __enter__(self) -> Interrupts:
+        signals = {signal.SIGTERM: self.ask, signal.SIGINT: self.ask, signal.SIGALRM: self.overdue}
+        self.before = {number: signal.signal(number, handler) for number, handler in signals.items()}
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def ask(self, _number: int, _frame: FrameType | None) -> None:
+        again, self.requested = self.requested, True
+        if self.waiting:
+            raise StoppedError
+        signal.setitimer(signal.ITIMER_REAL, 0.01 if again and not self.cancelled else self.GRACE)
+
+    def overdue(self, _number: int, _frame: FrameType | None) -> None:
+        if self.waiting or (self.statement and self.cancelled):
+            raise StoppedError
+        if self.statement:
+            self.cancelled = True
+            # in a thread: asking the server opens a connection, which a dead network would block
+            threading.Thread(target=self.statement.cancel, daemon=True).start()
+            signal.setitimer(signal.ITIMER_REAL, self.PATIENCE)
+
+    @contextlib.contextmanager
+    def wait(self) -> Iterator[None]:
+        """Around whatever a signal may end at any point; raises StoppedError."""
+        self.waiting = True
+        try:
+            if self.requested:
+                raise StoppedError
+            yield
+        finally:
+            self.waiting = False
+
+    def sleep(self, seconds: float) -> None:
+        with contextlib.suppress(StoppedError), self.wait():
+            time.sleep(max(0.0, seconds))
+
+
+# Planner settings for statements that walk: with them the index or the page range is the only plan left, whatever the
+# statistics of yesterday say. JIT costs more than it saves here, parallel workers would count a page range twice over.
+WALKING = {
+    "enable_seqscan": "off",
+    "enable_bitmapscan": "off",
+    "enable_sort": "off",
+    "enable_indexscan": "on",
+    "enable_tidscan": "on",
+    "enable_incremental_sort": "on",
+    "enable_nestloop": "on",
+    "enable_hashjoin": "on",
+    "enable_mergejoin": "off",
+    "enable_hashagg": "on",
+    "enable_material": "on",
+    "plan_cache_mode": "force_custom_plan",
+    "work_mem": "16MB",
+}
+# For the survey, which reads a whole table once: references are followed by key, never by hashing a table per step.
+# The generous memory only keeps the planner from giving up hashing for the sets of row addresses.
+SURVEYING = {
+    "enable_seqscan": "on",
+    "enable_indexscan": "on",
+    "enable_nestloop": "on",
+    "enable_hashjoin": "off",
+    "enable_mergejoin": "off",
+    "work_mem": "1GB",
+}
+
+
+class Session:
+    """A connection that can be made again, and transactions in it with the settings that a batch depends on."""
+
+    def __init__(self, options: DatabaseOptions, password: str | None, interrupts: Interrupts) -> None:
+        self.options = options
+        self.password = password
+        self.interrupts = interrupts
+        self.connection: psycopg.Connection[Any] | None = None
+        self.doubtful: str | None = None
+
+    def connect(self) -> None:
+        """Connect, once; UnavailableError says why not."""
+        given = {"password": self.password} if self.password is not None else {}
+        try:
+            with self.interrupts.wait():
+                self.connection = psycopg.connect(
+                    self.options.conninfo,
+                    autocommit=True,
+                    prepare_threshold=None,  # a prepared statement is lost behind a transaction pooler
+                    application_name=PROGRAM,
+                    client_encoding="utf8",
+                    connect_timeout=self.options.connect_timeout // UNITS["s"],
+                    **given,
+                )
+        except (psycopg.Error, OSError, UnicodeError) as error:
+            raise UnavailableError(self.scrub(one_line(str(error))), getattr(error, "sqlstate", None)) from None
+        # the statements use TID range scans, which came with PostgreSQL 14
+        if self.connection.info.server_version < 140000:
+            raise UnavailableError("the server is older than PostgreSQL 14, which this program needs")
+
+    def connect_until(self, deadline: float) -> None:
+        """Connect, trying again until the deadline (monotonic seconds); the first try is always made."""
+        pause = 1.0
+        while True:
+            try:
+                return self.connect()
+            except UnavailableError:
+                if time.monotonic() + pause > deadline:
+                    raise
+            with self.interrupts.wait():
+                time.sleep(pause)
+            pause = min(pause * 2, 15.0)
+
+    def scrub(self, text: str) -> str:
+        """The text without any secret that the connection was made with."""
+        given = psycopg.conninfo.conninfo_to_dict(self.options.conninfo)
+        secrets = [self.password, given.get("password"), given.get("sslpassword"), os.environ.get("PGPASSWORD")]
+        for secret in filter(None, secrets):
+            text = text.replace(str(secret), "********")
+        return text
+
+    def close(self) -> None:
+        if self.connection:
+            self.connection.close()
+            self.connection = None
+
+    @contextlib.contextmanager
+    def transaction(
+        self,
+        schema: str = "pg_catalog",
+        settings: Mapping[str, str] | None = None,
+        *,
+        snapshot: bool = False,
+        timeout: dt.timedelta | None = None,
+    ) -> Iterator[psycopg.Connection[Any]]:
+        """A transaction with our settings for it alone: read committed and writing, or one read-only `snapshot`.
+
+        Commits at the end. Lost connections raise psycopg.OperationalError; StoppedError may end it at any point when
+        a signal came and the server does not answer.
+        """
+        assert self.connection is not None
+        connection = self.connection
+        connection.isolation_level = (
+            psycopg.IsolationLevel.REPEATABLE_READ if snapshot else psycopg.IsolationLevel.READ_COMMITTED
+        )
+        connection.read_only = snapshot
+        self.interrupts.statement = connection
+        try:
+            with connection.transaction():
+                connection.execute(self.prologue(schema, settings or {}, timeout))
+                yield connection
+        finally:
+            self.interrupts.statement = None
+
+    def prologue(self, schema: str, settings: Mapping[str, str], timeout: dt.timedelta | None) -> sql.Composed:
+        """SET LOCAL for everything that a role, a database or an environment may have set otherwise."""
+        limit = str((timeout or self.options.statement_timeout) // UNITS["ms"])
+        ours = {
+            "statement_timeout": limit,
+            "lock_timeout": str(self.options.lock_timeout // UNITS["ms"]),
+            "idle_in_transaction_session_timeout": limit,  # ends us on the server if this machine dies
+            "client_connection_check_interval": "1000",
+            "row_security": "off",  # an error instead of rows silently hidden
+            "synchronous_commit": "local",  # a commit never waits for a standby; deleting again is harmless
+            "datestyle": "ISO",
+            "timezone": "UTC",
+            "extra_float_digits": "1",
+            "jit": "off",
+            "max_parallel_workers_per_gather": "0",
+            "client_min_messages": "error",
+            **settings,
+        }
+        lines = [sql.SQL("SET LOCAL {} = {};").format(sql.Identifier(key), sql.Literal(ours[key])) for key in ours]
+        path = sql.SQL("SET LOCAL search_path = pg_catalog, {}, public, pg_temp;").format(sql.Identifier(schema))
+        # a deferred key would speak up at COMMIT and take the whole batch along
+        return sql.SQL("\n").join([*lines, path, sql.SQL("SET CONSTRAINTS ALL IMMEDIATE;")])
+
+
+class Verdict(enum.Enum):
+    """What an error of a batch calls for."""
+
+    RETRY = "retry"
+    SMALLER = "retry with a smaller batch"
+    RECONNECT = "connect again and retry"
+    ISOLATE = "find the row"
+    BLOCKED = "leave the row, something refers to it"
+    FAIL = "fail the policy"
+
+
+# By SQLSTATE, else by its class (the first two characters).
+VERDICTS = {
+    "40001": Verdict.RETRY,  # serialization failure
+    "40P01": Verdict.RETRY,  # deadlock
+    "55P03": Verdict.SMALLER,  # lock time-out
+    "57014": Verdict.SMALLER,  # statement time-out
+    "53": Verdict.SMALLER,  # out of memory, of disk, of connections
+    "08": Verdict.RECONNECT,
+    "57P01": Verdict.RECONNECT,  # administrator's shutdown
+    "57P02": Verdict.RECONNECT,  # crash of another server process
+    "57P03": Verdict.RECONNECT,  # starting up
+    "57P05": Verdict.RECONNECT,  # idle time-out
+    "25P03": Verdict.RECONNECT,  # idle in transaction time-out
+    "25P04": Verdict.RECONNECT,  # transaction time-out
+    "23": Verdict.ISOLATE,  # integrity: a foreign key, or a trigger that says so
+    "P0": Verdict.ISOLATE,  # RAISE in PL/pgSQL
+    "22": Verdict.ISOLATE,  # data that a trigger chokes on
+    "09": Verdict.ISOLATE,
+    "27": Verdict.ISOLATE,  # a trigger changed the row under us
+    "38": Verdict.ISOLATE,  # external routine
+    "39": Verdict.ISOLATE,
+}
+FOREIGN_KEY = ("23503", "23001")  # 23001 is how PostgreSQL 18 reports RESTRICT
+# Classes whose message is the server's own sentence about names and settings, and quotes no row.
+PUBLIC_CLASSES = {"08", "0A", "25", "26", "28", "3D", "3F", "40", "42", "53", "54", "55", "57", "58"}
+
+
+def judge(error: psycopg.Error) -> Verdict:
+    state = error.sqlstate
+    if state is None:
+        return Verdict.RECONNECT if isinstance(error, psycopg.OperationalError) else Verdict.FAIL
+    raised_in_trigger = state[:2] not in ("40", "53", "55", "57", "08", "25") and bool(error.diag.context)
+    return VERDICTS.get(state) or VERDICTS.get(state[:2]) or (Verdict.ISOLATE if raised_in_trigger else Verdict.FAIL)
+
+
+def describe(error: psycopg.Error) -> str:
+    """What may be said of a server's error: never DETAIL, and the message only where it cannot quote a row.
+
+    Whatever ran inside a function (it has a context) may quote anything, so there only the names of the condition,
+    the table, the constraint and the function are given.
+    """
+    state, diag = error.sqlstate, error.diag
+    if state is None:
+        return one_line(str(error)) or type(error).__name__
+    if state[:2] in PUBLIC_CLASSES and not diag.context:
+        return one_line(diag.message_primary or "")
+    try:
+        condition = psycopg.errors.lookup(state).__name__
+    except KeyError:
+        condition = "error"
+    names = [f"table {diag.table_name}" if diag.table_name else "", f"constraint {diag.constraint_name}" if diag.constraint_name else ""]
+    if diag.context:
+        names += [f"function {name}" for name in re.findall(r"function (\w[\w.]*)\(", diag.context)[:1]]
+    return ", ".join([condition, *filter(None, names)])
+
+
+def policy_failure(error: psycopg.Error) -> PolicyFailedError:
+    """The server's error as a policy's failure, with the remedy where there is one."""
+    message = describe(error)
+    if error.sqlstate == "42501":
+        if "row-level security" in message:
+            message += "; rows would be hidden from this role: exempt it (BYPASSRLS), or run as the table's owner"
+        else:
+            message += "; grant it as the README's section on grants says"
+    elif error.sqlstate == "55000" and "replica identity" in message:
+        message += "; a published table needs one: ALTER TABLE … REPLICA IDENTITY"
+    return PolicyFailedError(message, error.sqlstate)
+
+
+# ── What the database says of a table ─────────────────────────────────────────────────────────────────────────────────
+# Reads the catalog, once a run, and judges whether a policy can be carried out. Knows the policy and no clock.
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Something that keeps a row: `child` rows whose columns name it. `pairs` are (child column, our column)."""
+
+    name: str
+    child: TableName
+    pairs: tuple[tuple[str, str], ...]
+    own: bool  # child and parent are the same table
+    indexed: bool  # a probe by the child columns is cheap
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One policy with what the catalog says of its table: all that the statements need."""
+
+    policy: Policy
+    name: TableName
+    age: str
+    age_type: str  # timestamptz, timestamp or date
+    only: tuple[tuple[str, str, list[Any]], ...]  # column, type of the parameter, values
+    indexed: bool  # a walk in the order of age is cheap
+    references: tuple[Reference, ...]
+    cascades: tuple[str, ...]  # tables from which a delete here takes rows along, by leave of allow_cascade
+
+    def cutoff(self, now: dt.datetime) -> dt.datetime:
+        return now - self.policy.keep
+
+    def bound(self, now: dt.datetime) -> str:
+        """The cutoff as a value of the column's type, for a strict comparison.
+
+        A date is over at the next midnight UTC, so a date d is past the cutoff c when d + 1 day < c.
+        """
+        cutoff = self.cutoff(now)
+        if self.age_type == "date":
+            return (cutoff - dt.timedelta(microseconds=1)).date().isoformat()
+        return cutoff.astimezone(UTC).replace(tzinfo=None).isoformat()
+
+
+KINDS_OF_RELATION = {
+    "v": "a view",
+    "m": "a materialized view",
+    "f": "a foreign table",
+    "p": "a partitioned table",
+    "S": "a sequence",
+    "c": "a composite type",
+    "i": "an index",
+    "I": "an index",
+}
+AGE_TYPES = {1184: "timestamptz", 1114: "timestamp", 1082: "date"}  # fixed type oids of pg_catalog
+INTEGER_TYPES = (20, 21, 23)
+BOOLEAN_TYPE = 16
+
+RELATION = """
+SELECT c.oid, c.relkind::text, c.relispartition,
+       EXISTS (SELECT FROM pg_catalog.pg_inherits i WHERE i.inhparent = c.oid)
+FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+WHERE n.nspname = %(schema)s AND c.relname = %(name)s
+"""
+# A domain stands for the type under it.
+COLUMNS = """
+WITH RECURSIVE resolved AS (
+    SELECT a.attname::text, a.attnum, a.atttypid AS declared, a.atttypid AS type
+    FROM pg_catalog.pg_attribute a WHERE a.attrelid = %(oid)s AND NOT a.attisdropped
+    UNION ALL
+    SELECT r.attname, r.attnum, r.declared, t.typbasetype
+    FROM resolved r JOIN pg_catalog.pg_type t ON t.oid = r.type WHERE t.typtype = 'd'
+)
+SELECT r.attname, r.type::bigint, t.typtype = 'e', t.typcategory = 'S', pg_catalog.format_type(r.declared, NULL),
+       ARRAY(SELECT e.enumlabel::text FROM pg_catalog.pg_enum e WHERE e.enumtypid = r.type ORDER BY e.enumsortorder),
+       EXISTS (SELECT FROM pg_catalog.pg_index i
+                   JOIN pg_catalog.pg_class ic ON ic.oid = i.indexrelid
+                   JOIN pg_catalog.pg_am am ON am.oid = ic.relam
+               WHERE i.indrelid = %(oid)s AND i.indkey[0] = r.attnum AND am.amname = 'btree' AND i.indpred IS NULL
+                 AND i.indisvalid AND i.indisready AND NOT i.indcheckxmin)
+FROM resolved r JOIN pg_catalog.pg_type t ON t.oid = r.type WHERE t.typtype <> 'd'
+"""
+PRIMARY_KEY = """
+SELECT a.attname::text FROM pg_catalog.pg_index i
+    JOIN pg_catalog.pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = ANY (i.indkey)
+WHERE i.indrelid = %(oid)s AND i.indisprimary
+"""
+# Foreign keys into the table. The rows of a partitioned child are found through the child itself.
+REFERENCES = """
+SELECT k.conname::text, n.nspname::text, c.relname::text, k.conrelid = k.confrelid AS own, k.confdeltype::text,
+       ARRAY(SELECT a.attname::text FROM unnest(k.conkey) WITH ORDINALITY AS u (attnum, position)
+             JOIN pg_catalog.pg_attribute a ON a.attrelid = k.conrelid AND a.attnum = u.attnum ORDER BY u.position),
+       ARRAY(SELECT a.attname::text FROM unnest(k.confkey) WITH ORDINALITY AS u (attnum, position)
+             JOIN pg_catalog.pg_attribute a ON a.attrelid = k.confrelid AND a.attnum = u.attnum ORDER BY u.position),
+       NOT pg_catalog.row_security_active(k.conrelid)
+           AND pg_catalog.has_schema_privilege(n.oid, 'USAGE')
+           AND (SELECT bool_and(pg_catalog.has_column_privilege(k.conrelid, u.attnum, 'SELECT'))
+                FROM unnest(k.conkey) AS u (attnum)) AS readable
+FROM pg_catalog.pg_constraint k
+    JOIN pg_catalog.pg_class c ON c.oid = k.conrelid
+    JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+WHERE k.contype = 'f' AND k.confrelid = %(oid)s AND k.conparentid = 0
+ORDER BY k.conname, k.oid
+"""
+# An index by which the children of one row are found; leaving out NULLs, as EF Core's filtered indexes do, is no loss.
+CHILD_INDEX = """
+SELECT EXISTS (
+    SELECT FROM pg_catalog.pg_index i
+        JOIN pg_catalog.pg_class c ON c.oid = i.indrelid
+        JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+        JOIN pg_catalog.pg_class ic ON ic.oid = i.indexrelid
+        JOIN pg_catalog.pg_am am ON am.oid = ic.relam
+        JOIN pg_catalog.pg_attribute a ON a.attrelid = c.oid AND a.attnum = i.indkey[0]
+    WHERE n.nspname = %(schema)s AND c.relname = %(name)s AND a.attname = ANY (%(columns)s::text[])
+      AND i.indisvalid AND i.indisready AND am.amname IN ('btree', 'hash')
+      AND (i.indpred IS NULL
+           OR pg_catalog.pg_get_expr(i.indpred, i.indrelid) = format('(%%I IS NOT NULL)', a.attname)))
+"""
+# Tables that a delete here would change, to any depth: deleted from (c), or their reference set to NULL (n) or to its
+# default (d). What is only nulled takes nothing further along.
+CASCADES = """
+WITH RECURSIVE reached AS (
+    SELECT k.conrelid, k.confdeltype FROM pg_catalog.pg_constraint k
+    WHERE k.contype = 'f' AND k.confrelid = %(oid)s AND k.conrelid <> k.confrelid AND k.confdeltype IN ('c', 'n', 'd')
+    UNION
+    SELECT k.conrelid, k.confdeltype FROM reached r JOIN pg_catalog.pg_constraint k ON k.confrelid = r.conrelid
+    WHERE r.confdeltype = 'c' AND k.contype = 'f' AND k.confdeltype IN ('c', 'n', 'd')
+)
+SELECT DISTINCT n.nspname::text, c.relname::text
+FROM reached r JOIN pg_catalog.pg_class c ON c.oid = r.conrelid JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+ORDER BY 1, 2
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    name: str
+    type: int  # oid of the type, of the one under it for a domain
+    enum: bool
+    text: bool
+    declared: str
+    labels: list[str]
+    indexed: bool
+
+
+def inspect(session: Session, policy: Policy) -> Table:
+    """What the catalog says of the policy's table; PolicyFailedError with the name and the remedy if it cannot be purged."""
+    with session.transaction(snapshot=True) as connection:
+
+        def ask(query: str, **parameters: Any) -> list[tuple[Any, ...]]:
+            return connection.execute(query.encode(), parameters).fetchall()
+
+        name = policy.table
+        relations = ask(RELATION, schema=name.schema, name=name.name)
+        if not relations:
+            raise PolicyFailedError(f"table {name} does not exist; correct policy.{policy.name}.table", "42P01")
+        oid, relkind, is_partition, has_children = relations[0]
+        if relkind != "r" or is_partition or has_children:
+            kind = "a partition" if is_partition else KINDS_OF_RELATION.get(relkind, "a parent of inheriting tables")
+            remedy = "partitions are not purged by this version" if is_partition or relkind in "rp" else "name the table itself"
+            raise PolicyFailedError(f"{name} is {kind}, not an ordinary table; {remedy}", "42809")
+        columns = {row[0]: Column(*row) for row in ask(COLUMNS, oid=oid)}
+
+        def column(key: str, wanted: str) -> Column:
+            if wanted not in columns:
+                raise PolicyFailedError(f'table {name} has no column "{wanted}"; correct policy.{policy.name}.{key}', "42703")
+            return columns[wanted]
+
+        age = column("age_column" if policy.age_column else "expiry_column", policy.column)
+        if age.type not in AGE_TYPES:
+            raise PolicyFailedError(
+                f'column "{age.name}" of {name} is {age.declared}; its type must be timestamptz, timestamp or date', "42804"
+            )
+        only = tuple(
+            allow_list(policy, name, column("only", key), values) for key, values in (policy.only or {}).items()
+        )
+        references = find_references(policy, name, ask, oid)
+        if policy.parent_column:
+            column("parent_column", policy.parent_column)
+            if not any(r.own and [child for child, _ in r.pairs] == [policy.parent_column] for r in references):
+                references.append(reference_by_key(policy, name, ask, oid))
+        cascades = tuple(str(TableName(*row)) for row in ask(CASCADES, oid=oid))
+        if cascades and not policy.allow_cascade:
+            raise PolicyFailedError(
+                f"deleting from {name} would also delete or change rows of {', '.join(cascades)} (a foreign key with a"
+                f" delete action); if that is meant, set policy.{policy.name}.allow_cascade = true"
+            )
+        return Table(policy, name, age.name, AGE_TYPES[age.type], only, age.indexed, tuple(references), cascades)
+
+
+def allow_list(policy: Policy, table: TableName, column: Column, values: list[Any]) -> tuple[str, str, list[Any]]:
+    """The column's name, the type to compare it in, and its values; refuses values that the column cannot have."""
+    where = f"policy.{policy.name}.only"
+    if column.enum:
+        missing = [value for value in values if value not in column.labels]
+        if missing:
+            raise PolicyFailedError(
+                f'type {column.declared} of column "{column.name}" of {table} has no label {missing[0]!r};'
+                f" correct {where}: {', '.join(column.labels)}",
+                "22P02",
+            )
+    expected, comparison = (
+        (str, "text")
+        if column.enum or column.text
+        else (bool, "boolean")
+        if column.type == BOOLEAN_TYPE
+        else (int, "bigint")
+        if column.type in INTEGER_TYPES
+        else (None, "")
+    )
+    if type(values[0]) is not expected:
+        names = {str: "text", bool: "booleans", int: "whole numbers"}
+        raise PolicyFailedError(
+            f'column "{column.name}" of {table} is {column.declared}, {where} gives {names[type(values[0])]}; '
+            + (f"give {names[expected]}" if expected else "it can be text, an enum, a whole number or boolean"),
+            "42804",
+        )
+    return column.name, comparison, values
+
+
+Ask = Callable[..., list[tuple[Any, ...]]]
+
+
+def find_references(policy: Policy, table: TableName, ask: Ask, oid: int) -> list[Reference]:
+    """The foreign keys that keep rows: our own of any action, others that would refuse, where this role may read them."""
+    found = []
+    for name, schema, relation, own, action, child_columns, parent_columns, readable in ask(REFERENCES, oid=oid):
+        if not own and (action not in "ar" or not readable):
+            continue  # a cascade is judged apart; what cannot be read is found by isolation
+        child = TableName(schema, relation)
+        ((indexed,),) = ask(CHILD_INDEX, schema=schema, name=relation, columns=child_columns)
+        found.append(Reference(name, child, tuple(zip(child_columns, parent_columns, strict=True)), own, indexed))
+    return found
+
+
+def reference_by_key(policy: Policy, table: TableName, ask: Ask, oid: int) -> Reference:
+    """The reference that `parent_column` declares and no constraint does: to the single-column primary key."""
+    key = ask(PRIMARY_KEY, oid=oid)
+    parent = policy.parent_column
+    assert parent is not None
+    if len(key) != 1:
+        raise PolicyFailedError(
+            f'policy.{policy.name}.parent_column "{parent}" has no foreign key, and {table} has no single-column primary'
+            " key that it could name; add one of the two, or leave parent_column out"
+        )
+    ((indexed,),) = ask(CHILD_INDEX, schema=table.schema, name=table.name, columns=[parent])
+    return Reference(parent, table, ((parent, key[0][0]),), True, indexed)
+
+
+# ── Statements ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# SQL as data: functions of what is known of a table. They know no clock and run nothing. Aliases: t is a row of the
+# policy's table, p a parent (the row that is named), x a child (the row that names it).
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """How a pass goes through a table: in the order of an index on age, or by ranges of pages.
+
+    With references the walk goes from new to old, because a chain's children are as a rule newer than their parents,
+    and then goes in one pass; without, from old to new.
+    """
+
+    name: str  # as the log calls it: index or pages
+    descending: bool
+    ahead: sql.Composed  # t lies in the walk's range and beyond its position
+    order: sql.Composed
+    up_to_last: sql.Composed  # t lies at or before the last row that was claimed
+    passed: sql.Composed  # t was walked over before this batch
+
+
+def index_walk(table: Table) -> Walk:
+    """Along an index that leads with the age column, ties in the order of the heap, as the index itself has them."""
+    descending = bool(table.references)
+    parts = {
+        "age": Name(table.age),
+        "position": sql.SQL(f"(%(age)s::{table.age_type}, %(tid)s::tid)"),
+        "start": sql.SQL(f"%(age)s::{table.age_type}"),
+        "end": sql.SQL(f"%(bound)s::{table.age_type}"),
+        "beyond": sql.SQL("<" if descending else ">"),
+        "behind": sql.SQL(">=" if descending else "<="),
+        "direction": sql.SQL("DESC" if descending else "ASC"),
+    }
+    return Walk(
+        "index",
+        descending,
+        # the first comparison is the one that the index serves
+        sql.SQL("t.{age} {beyond}= {start} AND (t.{age}, t.ctid) {beyond} {position}").format(**parts),
+        sql.SQL("t.{age} {direction}, t.ctid {direction}").format(**parts),
+        sql.SQL(
+            "t.{age} <= COALESCE((SELECT age FROM last), {end})"
+            " AND (t.{age}, t.ctid) <= (COALESCE((SELECT age FROM last), {end}),"
+            " COALESCE((SELECT tid FROM last), '(4294967295,65535)'))"
+        ).format(**parts),
+        sql.SQL("(t.{age}, t.ctid) {behind} {position}").format(**parts),
+    )
+
+
+def page_walk(table: Table) -> Walk:
+    """By ranges of pages (TID range scans), in the order of the heap."""
+    descending = bool(table.references)
+    parts = {
+        "beyond": sql.SQL("<" if descending else ">"),
+        "within": sql.SQL(">=" if descending else "<"),
+        "behind": sql.SQL(">=" if descending else "<="),
+        "direction": sql.SQL("DESC" if descending else "ASC"),
+    }
+    return Walk(
+        "pages",
+        descending,
+        sql.SQL("t.ctid {beyond} %(tid)s::tid AND t.ctid {within} %(edge)s::tid").format(**parts),
+        sql.SQL("t.ctid {direction}").format(**parts),
+        sql.SQL("t.ctid <= COALESCE((SELECT tid FROM last), %(edge)s::tid)").format(**parts),
+        sql.SQL("t.ctid {behind} %(tid)s::tid").format(**parts),
+    )
+
+
+def predicate(table: Table, alias: str = "t", policy: str = "", *, ordered: bool = False) -> sql.Composed:
+    """The whole rule on one row. Only where the walk is `ordered` by age may an index serve it: `(…) IS TRUE` fits none.
+
+    `policy` is a prefix of the parameters' names, for statements about several policies.
+    """
+    row = sql.Identifier(alias)
+    young = sql.SQL("{}.{} < " + f"%({policy}bound)s::{table.age_type}").format(row, Name(table.age))
+    conditions = [young if ordered else sql.SQL("({}) IS TRUE").format(young)]
+    for number, (column, kind, _values) in enumerate(table.only):
+        cast = "::text" if kind == "text" else ""
+        conditions.append(
+            sql.SQL("({}.{}" + f"{cast} = ANY (%({policy}only{number})s::{kind}[])) IS TRUE").format(row, Name(column))
+        )
+    return sql.SQL(" AND ").join(conditions)
+
+
+def values(table: Table, bound: str, policy: str = "") -> dict[str, Any]:
+    """The parameters of `predicate`."""
+    lists = {f"{policy}only{number}": list(column[2]) for number, column in enumerate(table.only)}
+    return {f"{policy}bound": bound, **lists}
+
+
+def relation(name: TableName) -> sql.Composed:
+    return sql.SQL("{}.{}").format(Name(name.schema), Name(name.name))
+
+
+def names(pairs: Iterable[tuple[str, str]], child: str, parent: str) -> sql.Composed:
+    """`child` names `parent`, by (child column, parent column)."""
+    row, other = sql.Identifier(child), sql.Identifier(parent)
+    return sql.SQL(" AND ").join(sql.SQL("{}.{} = {}.{}").format(row, Name(a), other, Name(b)) for a, b in pairs)
+
+
+def key_columns(table: Table) -> list[str]:
+    """The columns by which rows of this table name each other and are named, once each."""
+    pairs = [pair for r in table.references for pair in r.pairs]
+    own = [child for r in table.references if r.own for child, _ in r.pairs]
+    return list(dict.fromkeys([*own, *(parent for _, parent in pairs)]))
+
+
+def carried(table: Table) -> list[tuple[str, str]]:
+    """Key columns under the names that they have inside our statements, clear of `tid` and `age`."""
+    return [(f"c{number}", column) for number, column in enumerate(key_columns(table))]
+
+
+def inside(table: Table, reference: Reference) -> list[tuple[str, str]]:
+    """The reference's pairs under the names of `carried`."""
+    short = {column: name for name, column in carried(table)}
+    return [(short[a], short[b]) for a, b in reference.pairs]
+
+
+def selected(table: Table, alias: str = "t") -> sql.Composed:
+    """The address, the age and the key columns of a row."""
+    row = sql.Identifier(alias)
+    columns = [sql.SQL("{}.{} AS {}").format(row, Name(column), sql.Identifier(name)) for name, column in carried(table)]
+    age = sql.SQL("{}.{} AS age").format(row, Name(table.age))
+    return sql.SQL(", ").join([sql.SQL("{}.ctid AS tid").format(row), age, *columns])
+
+
+def named_by(table: Table, row: str, condition: sql.Composable) -> sql.Composed:
+    """The rows that `row` (of the table's own `carried` columns) names and that satisfy the condition; a lateral query.
+
+    By the index of each parent key.
+    """
+    short = {column: name for name, column in carried(table)}
+    branches = [
+        sql.SQL("SELECT {} FROM ONLY {} t WHERE {} AND {}").format(
+            selected(table), relation(table.name), names([(short[a], b) for a, b in reference.pairs], row, "t"), condition
+        )
+        for reference in table.references
+        if reference.own
+    ]
+    return sql.SQL(" UNION ALL ").join(branches)
+
+
+def simple_batch(table: Table, walk: Walk) -> sql.Composed:
+    """Claim and delete where nothing refers to the rows. By the walk's index or page range; locks what it claims."""
+    return sql.SQL("""
+WITH claim AS MATERIALIZED (
+    SELECT t.ctid AS tid, t.{age} AS age FROM ONLY {table} t
+    WHERE {ahead} AND {predicate}
+    ORDER BY {order} LIMIT %(limit)s::bigint
+    FOR UPDATE SKIP LOCKED
+), last AS MATERIALIZED (
+    SELECT age, tid FROM claim OFFSET %(limit)s::bigint - 1
+), gone AS (
+    DELETE FROM ONLY {table} t
+    WHERE t.ctid = ANY (ARRAY (SELECT tid FROM claim WHERE %(delete)s::boolean)) RETURNING 1
+)
+SELECT (SELECT count(*) FROM ONLY {table} t WHERE {ahead} AND {up_to_last} AND {predicate}) AS looked,
+       0::bigint AS held,
+       (SELECT count(*) FROM claim) AS claimed,
+       (SELECT count(*) FROM gone) AS deleted,
+       (SELECT age::text FROM claim LIMIT 1) AS first_age,
+       (SELECT age::text FROM last) AS last_age,
+       (SELECT tid::text FROM last) AS last_tid,
+       '{{}}'::text[] AS freed,
+       '{{}}'::bigint[] AS held_by,
+       CASE WHEN (SELECT count(*) FROM gone) > 0 THEN pg_current_xact_id()::text END AS xid
+""").format(
+        age=Name(table.age),
+        table=relation(table.name),
+        ahead=walk.ahead,
+        predicate=predicate(table, ordered=walk.name == "index"),
+        order=walk.order,
+        up_to_last=walk.up_to_last,
+    )
+
+
+def walked(table: Table, walk: Walk) -> sql.Composed:
+    """The next rows of the walk. By its index or page range; locks nothing."""
+    return sql.SQL("""look AS MATERIALIZED (
+    SELECT {selected} FROM ONLY {table} t
+    WHERE {ahead} AND {predicate}
+    ORDER BY {order} LIMIT %(limit)s::bigint
+)""").format(
+        selected=selected(table),
+        table=relation(table.name),
+        ahead=walk.ahead,
+        predicate=predicate(table, ordered=walk.name == "index"),
+        order=walk.order,
+    )
+
+
+def climbed(table: Table, walk: Walk) -> sql.Composed:
+    """Rows behind the walk that nothing names any more (%(seeds)s), and on from each to the rows that it alone names.
+
+    By the primary key and the children's index. This is how a chain whose older row names the newer goes in one pass.
+    """
+    referrers = sql.SQL(" + ").join(
+        sql.SQL("(SELECT count(*) FROM (SELECT FROM {} x WHERE {} LIMIT 2) s)").format(
+            relation(reference.child), names(reference.pairs, "x", "t")
+        )
+        for reference in table.references
+    )
+    condition = sql.SQL("{} AND {} AND {} = 1").format(predicate(table), walk.passed, referrers)
+    return sql.SQL("""climb AS (
+    SELECT {selected} FROM ONLY {table} t WHERE t.ctid = ANY (%(seeds)s::tid[]) AND {predicate}
+    UNION
+    SELECT p.* FROM climb c CROSS JOIN LATERAL ({named}) p
+), look AS MATERIALIZED (
+    SELECT * FROM climb LIMIT %(limit)s::bigint
+)""").format(
+        selected=selected(table),
+        table=relation(table.name),
+        predicate=predicate(table),
+        named=named_by(table, "c", condition),
+    )
+
+
+def closed_batch(table: Table, walk: Walk, look: sql.Composed) -> sql.Composed:
+    """Look at rows, keep those to which a row that stays refers, then claim and delete the rest.
+
+    `edge` is who names whom inside the look, `counted` marks rows named from outside it (by a correlated count, which
+    stays an index probe), `held` goes from these to all that they name in turn. Rows are locked only when nothing
+    holds them; `kept` undoes the choice of those whose child could not be claimed. `freed` are rows behind the walk
+    that a deleted row named: the last that held them may be gone.
+    """
+    own = [(number, reference) for number, reference in enumerate(table.references) if reference.own]
+    edges = sql.SQL(" UNION ALL ").join(
+        sql.SQL("SELECT x.tid AS child, p.tid AS parent, {} AS reference FROM look x JOIN look p ON {}").format(
+            number, names(inside(table, reference), "x", "p")
+        )
+        for number, reference in own
+    )
+    short = {column: name for name, column in carried(table)}
+    joins, outside = [], []
+    for number, reference in enumerate(table.references):
+        known = sql.SQL("0")
+        by_key = names([(a, short[b]) for a, b in reference.pairs], "x", "p")
+        child = relation(reference.child)
+        if reference.own:
+            joins.append(
+                sql.SQL(
+                    "LEFT JOIN (SELECT parent, count(*) AS n FROM edge WHERE reference = {number} GROUP BY parent) {inner}"
+                    " ON {inner}.parent = p.tid"
+                ).format(number=number, inner=sql.Identifier(f"inside{number}"))
+            )
+            known = sql.SQL("COALESCE({}.n, 0)").format(sql.Identifier(f"inside{number}"))
+        if reference.indexed:
+            total = sql.SQL("(SELECT count(*) FROM (SELECT FROM {} x WHERE {} LIMIT {} + 1) s)").format(child, by_key, known)
+        else:  # one scan of the children for the batch, not one for each row
+            joins.append(
+                sql.SQL(
+                    "LEFT JOIN (SELECT p.tid, count(*) AS n FROM look p JOIN {} x ON {} GROUP BY p.tid) {outer}"
+                    " ON {outer}.tid = p.tid"
+                ).format(child, by_key, outer=sql.Identifier(f"all{number}"))
+            )
+            total = sql.SQL("COALESCE({}.n, 0)").format(sql.Identifier(f"all{number}"))
+        outside.append(sql.SQL("WHEN {} > {} THEN {}").format(total, known, number))
+    return sql.SQL("""
+WITH RECURSIVE {look}, edge AS MATERIALIZED (
+    {edges}
+), counted AS MATERIALIZED (
+    SELECT p.tid, CASE {outside} END AS held_by FROM look p {joins}
+), held (tid) AS (
+    SELECT tid FROM counted WHERE held_by IS NOT NULL
+    UNION
+    SELECT e.parent FROM held h JOIN edge e ON e.child = h.tid
+), free AS MATERIALIZED (
+    SELECT tid FROM look EXCEPT SELECT tid FROM held
+), claim AS MATERIALIZED (
+    SELECT t.ctid AS tid FROM ONLY {table} t
+    WHERE t.ctid = ANY (ARRAY (SELECT tid FROM free)) AND {predicate}
+    FOR UPDATE SKIP LOCKED
+), kept (tid) AS (
+    (SELECT tid FROM free EXCEPT SELECT tid FROM claim)
+    UNION
+    SELECT e.parent FROM kept k JOIN edge e ON e.child = k.tid
+), chosen AS MATERIALIZED (
+    SELECT tid FROM claim WHERE %(delete)s::boolean EXCEPT SELECT tid FROM kept
+), gone AS (
+    DELETE FROM ONLY {table} t WHERE t.ctid = ANY (ARRAY (SELECT tid FROM chosen)) RETURNING {selected}
+), freed AS (
+    SELECT DISTINCT p.tid FROM gone g CROSS JOIN LATERAL ({named}) p WHERE NOT EXISTS (SELECT FROM look l WHERE l.tid = p.tid)
+), last AS (
+    SELECT age, tid FROM look OFFSET %(limit)s::bigint - 1
+)
+SELECT (SELECT count(*) FROM look) AS looked,
+       (SELECT count(*) FROM held) AS held,
+       (SELECT count(*) FROM chosen) AS claimed,
+       (SELECT count(*) FROM gone) AS deleted,
+       (SELECT age::text FROM look LIMIT 1) AS first_age,
+       (SELECT age::text FROM last) AS last_age,
+       (SELECT tid::text FROM last) AS last_tid,
+       ARRAY (SELECT tid::text FROM freed) AS freed,
+       ARRAY (SELECT DISTINCT held_by::bigint FROM counted WHERE held_by IS NOT NULL) AS held_by,
+       CASE WHEN (SELECT count(*) FROM gone) > 0 THEN pg_current_xact_id()::text END AS xid
+""").format(
+        look=look,
+        edges=edges if own else sql.SQL("SELECT tid AS child, tid AS parent, 0 AS reference FROM look WHERE false"),
+        outside=sql.SQL(" ").join(outside),
+        joins=sql.SQL(" ").join(joins),
+        table=relation(table.name),
+        predicate=predicate(table),
+        selected=selected(table),
+        named=named_by(table, "g", sql.SQL("{} AND {}").format(predicate(table), walk.passed))
+        if own
+        else sql.SQL("SELECT NULL::tid AS tid WHERE false"),
+    )
+
+
+def rest_of_walk(table: Table, walk: Walk) -> sql.Composed:
+    """How many rows of the policy lie beyond the position of the walk."""
+    return sql.SQL("SELECT count(*) FROM ONLY {} t WHERE {} AND {}").format(
+        relation(table.name), walk.ahead, predicate(table, ordered=walk.name == "index")
+    )
+
+
+def survey(tables: Sequence[Table]) -> sql.Composed:
+    """Of several policies on one table, in order: how many rows each finds, and how many of these are held.
+
+    What an earlier policy takes, the later does not find. Each `held` starts from the rows that stay and goes to what
+    they name, by key. Reads the whole table once for each policy that has references. Parameters: `values` under the
+    prefixes p0_, p1_ and so on.
+    """
+    parts: list[sql.Composable] = []
+    results: list[sql.Composable] = []
+
+    def there(alias: str, number: int) -> sql.Composed:
+        """No earlier policy takes this row."""
+        conditions: list[sql.Composable] = [sql.SQL("true")]
+        for earlier, table in enumerate(tables[:number]):
+            rule = predicate(table, alias, f"p{earlier}_")
+            held = sql.SQL("{}.ctid IN (SELECT tid FROM {})").format(sql.Identifier(alias), sql.Identifier(f"held{earlier}"))
+            stays = held if table.references else sql.SQL("false")
+            conditions.append(sql.SQL("(({}) IS NOT TRUE OR {})").format(rule, stays))
+        return sql.SQL(" AND ").join(conditions)
+
+    for number, table in enumerate(tables):
+        rule = predicate(table, "t", f"p{number}_")
+        found = sql.SQL("SELECT count(*) FROM ONLY {} t WHERE {} AND {}").format(relation(table.name), rule, there("t", number))
+        held: sql.Composable = sql.SQL("0::bigint")
+        if table.references:
+            condition = sql.SQL("{} AND {}").format(rule, there("t", number))
+            name = sql.Identifier(f"held{number}")
+            held = sql.SQL("(SELECT count(*) FROM (SELECT DISTINCT tid FROM {}) d)").format(name)
+            starts = [
+                sql.SQL("SELECT {} FROM {} x JOIN ONLY {} t ON {} WHERE {} AND {}").format(
+                    selected(table),
+                    sql.SQL("ONLY {}").format(relation(reference.child)) if reference.own else relation(reference.child),
+                    relation(table.name),
+                    names(reference.pairs, "x", "t"),
+                    condition,
+                    sql.SQL("({}) IS NOT TRUE AND {}").format(predicate(table, "x", f"p{number}_"), there("x", number))
+                    if reference.own
+                    else sql.SQL("true"),
+                )
+                for reference in table.references
+            ]
+            steps = (
+                sql.SQL("SELECT p.* FROM {} h CROSS JOIN LATERAL ({}) p").format(name, named_by(table, "h", condition))
+                if any(reference.own for reference in table.references)
+                else sql.SQL("SELECT h.* FROM {} h WHERE false").format(name)
+            )
+            parts.append(sql.SQL("{} AS (({}) UNION {})").format(name, sql.SQL(" UNION ALL ").join(starts), steps))
+        results.append(sql.SQL("({}), {}").format(found, held))
+    recursive = sql.SQL("WITH RECURSIVE {} ").format(sql.SQL(", ").join(parts)) if parts else sql.SQL("")
+    return sql.SQL("{}SELECT {}").format(recursive, sql.SQL(", ").join(results))
+
+
+# ── A phase ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# One policy's batches until nothing deletable is left. Knows the session and its statements, and no file.
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one batch statement reports. Times and addresses are the server's text; None: the batch was not full."""
+
+    looked: int  # rows of the policy that it passed
+    held: int  # of these, rows to which a row that stays refers
+    claimed: int
+    deleted: int
+    first_age: str | None
+    last_age: str | None
+    last_tid: str | None
+    freed: list[str]
+    held_by: list[int]
+    xid: str | None
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one pass over the table found. looked = deleted + held + undeletable + left."""
+
+    deleted: int = 0
+    held: int = 0
+    undeletable: int = 0
+    left: int = 0
+    missed: int = 0  # of left: claimed, and not deleted all the same
+
+    def add(self, batch: Batch, *, climbing: bool, refused: Verdict | None = None) -> None:
+        stays = batch.looked - batch.held - batch.deleted
+        # a row that is climbed to was walked over before, as held
+        self.held += batch.held if not climbing else batch.held - batch.looked
+        self.deleted += batch.deleted
+        if refused is None:
+            self.left += stays
+            self.missed += batch.claimed - batch.deleted
+        elif refused is Verdict.BLOCKED:
+            self.held += stays
+        else:
+            self.undeletable += stays
+
+
+class AlongIndex:
+    """A position in the order of age. `done` once a batch was not full."""
+
+    # Rows of one age are sorted again by each batch that starts among them; from here on a walk by pages is cheaper.
+    MANY_OF_ONE_AGE = 1000
+
+    def __init__(self, walk: Walk, bound: str) -> None:
+        self.walk = walk
+        self.age, self.tid = (bound if walk.descending else "-infinity"), "(0,0)"
+        self.of_one_age = 0
+        self.done = False
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        return {"age": self.age, "tid": self.tid}
+
+    @property
+    def crowded(self) -> bool:
+        return self.of_one_age >= self.MANY_OF_ONE_AGE
+
+    def advance(self, batch: Batch, limit: int) -> None:
+        if batch.last_age is None or batch.last_tid is None:
+            self.done = True
+            if self.walk.descending:  # everything counts as walked over now
+                self.age, self.tid = "-infinity", "(0,0)"
+            return
+        same = batch.first_age == batch.last_age
+        self.of_one_age = (self.of_one_age if same and batch.last_age == self.age else 0) + (limit if same else 0)
+        self.age, self.tid = batch.last_age, batch.last_tid
+
+
+class AcrossPages:
+    """A position in the heap, inside a range of `width` pages that adapts so that a range fills most of a batch.
+
+    The pages are those that the table had when the pass began: what is appended later is not old.
+    """
+
+    FILL = 0.8  # of a batch: a range that overfills one is sorted again for the next
+    WIDEST = 1024  # pages, 8 MiB: where little matches, a transaction stays short all the same
+
+    def __init__(self, walk: Walk, pages: int, rows_per_page: float, limit: int) -> None:
+        self.walk = walk
+        self.pages = pages
+        self.width = min(self.WIDEST, max(1, int(self.FILL * limit / rows_per_page)))
+        self.tid = f"({pages},0)" if walk.descending else "(0,0)"
+        self.edge = 0
+        self.open_range(pages if walk.descending else 0)
+        self.done = pages == 0
+
+    def open_range(self, page: int) -> None:
+        self.edge = max(0, page - self.width) if self.walk.descending else min(self.pages, page + self.width)
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        return {"tid": self.tid, "edge": f"({self.edge},0)"}
+
+    @property
+    def crowded(self) -> bool:
+        return False
+
+    def advance(self, batch: Batch, limit: int) -> None:
+        if batch.last_tid is not None:
+            page, start = (int(tid[1:].split(",")[0]) for tid in (batch.last_tid, self.tid))
+            self.width = max(1, int(self.FILL * (abs(page - start) + 1)))
+            self.tid = batch.last_tid
+            # the rest of the last row's page belongs to the next range
+            self.open_range(page + 1 if self.walk.descending else page)
+        else:
+            self.done = self.edge in (0, self.pages)
+            self.tid = f"({self.edge},0)"
+            if batch.looked < limit / 2:
+                self.width = min(self.WIDEST, self.width * 2)
+            self.open_range(self.edge)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When a phase must end, in monotonic seconds: its share of the budget, and the end of the night window."""
+
+    share: float
+    window: float
+    interrupts: Interrupts
+
+    def reached(self, progressed: bool) -> str | None:
+        """The stop reason; the budget always leaves a phase its first batch, the night window does not."""
+        now = time.monotonic()
+        if self.interrupts.requested:
+            return "signal"
+        return "budget" if now >= self.window or (progressed and now >= self.share) else None
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a phase reports while it works. All are called outside any transaction."""
+
+    batch: Callable[[Batch, int, float], None]  # deleted rows: with the batch's limit and its duration in seconds
+    retry: Callable[[RetentionError, Verdict, int], None]
+
+
+class Phase:
+    """The work on one table; `run` returns the stop reason, and the counts stand whatever ended it."""
+
+    RETRIES = 8  # in a row: a batch of 5000 shrinks to one row in 7 steps
+    RECONNECT_FOR = 30.0  # seconds
+
+    def __init__(
+        self, session: Session, table: Table, now: dt.datetime, size: int, pause: dt.timedelta | None, limits: Limits
+    ) -> None:
+        self.session = session
+        self.table = table
+        self.bound = table.bound(now)
+        self.size = self.limit = size
+        self.pause = pause
+        self.limits = limits
+        self.deleted = 0
+        self.blockers: set[str] = set()
+        self.refusal: RetentionError | None = None
+        self.tally = Tally()
+        self.seeds: dict[str, None] = {}
+        self.failures = 0
+        self.progressed = False
+        self.in_doubt: Batch | None = None
+        self.begin(by_pages=not table.indexed)
+
+    def begin(self, *, by_pages: bool) -> None:
+        """Start a pass, its counts from nothing."""
+        self.by_pages = by_pages
+        self.walk = page_walk(self.table) if by_pages else index_walk(self.table)
+        if self.table.references:
+            self.walk_statement = closed_batch(self.table, self.walk, walked(self.table, self.walk))
+            self.climb_statement = (
+                closed_batch(self.table, self.walk, climbed(self.table, self.walk))
+                if any(reference.own for reference in self.table.references)
+                else self.walk_statement
+            )
+        else:
+            self.walk_statement = self.climb_statement = simple_batch(self.table, self.walk)
+        self.tally = Tally()
+        self.seeds = {}
+        self.position: AlongIndex | AcrossPages | None = None
+
+    def start(self) -> AlongIndex | AcrossPages:
+        if not self.by_pages:
+            return AlongIndex(self.walk, self.bound)
+        query = sql.SQL(
+            "SELECT pg_relation_size(c.oid) / current_setting('block_size')::bigint,"
+            " CASE WHEN c.reltuples > 0 AND c.relpages > 0 THEN c.reltuples::float8 / c.relpages ELSE 50 END"
+            " FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
+            " WHERE n.nspname = %(schema)s AND c.relname = %(name)s"
+        )
+        name = self.table.name
+        with self.session.transaction() as connection:
+            row = connection.execute(query, {"schema": name.schema, "name": name.name}).fetchone()
+        if row is None:
+            raise PolicyFailedError(f"table {name} does not exist any more", "42P01")
+        return AcrossPages(self.walk, row[0], max(row[1], 0.01), self.limit)
+
+    def run(self, progress: Progress) -> str:
+        """Passes over the table until one finds nothing left; PolicyFailedError when the policy cannot go on."""
+        fruitless = 0
+        while True:
+            stopped = self.one_pass(progress)
+            if stopped:
+                return stopped
+            tally = self.tally
+            if not tally.left:
+                return "drained"
+            if not tally.deleted:
+                if not tally.missed:
+                    return "locked"
+                fruitless += 1  # once may be another session that changed the rows just then
+                if fruitless > 1:
+                    tally.left -= tally.missed
+                    tally.undeletable += tally.missed
+                    raise PolicyFailedError(
+                        f"claimed {tally.missed}, deleted 0: the database reports no error and keeps the rows;"
+                        f" look for a BEFORE DELETE trigger or a rule on {self.table.name}"
+                    )
+            self.begin(by_pages=self.by_pages)
+
+    def one_pass(self, progress: Progress) -> str | None:
+        """Walk over the table once, climbing to what was freed behind; a stop reason if it could not finish."""
+        while self.seeds or self.position is None or not self.position.done:
+            if stopped := self.limits.reached(self.progressed):
+                return stopped
+            seeds = list(self.seeds)[: self.limit]
+            limit, started = self.limit, time.monotonic()
+            refused = None
+            try:
+                batch = self.execute(seeds, limit)
+            except psycopg.Error as error:
+                recovered = self.recover(error, seeds, progress)
+                if recovered is None:
+                    continue
+                batch, refused = recovered
+            seconds = time.monotonic() - started
+            self.failures, self.progressed = 0, True
+            self.tally.add(batch, climbing=bool(seeds), refused=refused)
+            self.deleted += batch.deleted
+            self.blockers.update(self.table.references[number].name for number in batch.held_by)
+            assert self.position is not None
+            if seeds:
+                self.seeds = dict.fromkeys(list(self.seeds)[len(seeds) :])
+            else:
+                self.position.advance(batch, limit)
+            self.seeds.update(dict.fromkeys(batch.freed))
+            self.limit = min(self.size, self.limit * 2) if refused is None else 1
+            if batch.deleted:
+                progress.batch(batch, limit, seconds)
+            if self.position.crowded:
+                self.begin(by_pages=True)
+            elif batch.deleted and not (self.position.done and not self.seeds):
+                wait = seconds if self.pause is None else self.pause / UNITS["s"]
+                self.limits.interrupts.sleep(min(wait, self.limits.share - time.monotonic()))
+        return None
+
+    def execute(self, seeds: list[str], limit: int, *, delete: bool = True) -> Batch:
+        """One batch in one transaction. `in_doubt` holds its result while its COMMIT is under way."""
+        if self.position is None:
+            self.position = self.start()
+        parameters = {
+            **values(self.table, self.bound),
+            **self.position.parameters,
+            "seeds": seeds,
+            "limit": limit,
+            "delete": delete,
+        }
+        statement = self.climb_statement if seeds else self.walk_statement
+        self.in_doubt = None
+        with self.session.transaction(self.table.name.schema, WALKING) as connection:
+            row = connection.execute(statement, parameters).fetchone()
+            assert row is not None
+            batch = Batch(*row)
+            self.in_doubt = batch if batch.xid else None
+        self.in_doubt = None
+        return batch
+
+    def recover(
+        self, error: psycopg.Error, seeds: list[str], progress: Progress
+    ) -> tuple[Batch, Verdict | None] | None:
+        """Do what the error calls for: None to try again, a batch with the reason why its one row stays, or raise."""
+        if self.limits.interrupts.requested:
+            return None
+        verdict = judge(error)
+        failure = policy_failure(error)
+        if verdict is Verdict.FAIL or self.failures >= self.RETRIES:
+            raise failure from None
+        progress.retry(failure, verdict, self.limit)
+        if verdict is Verdict.ISOLATE:
+            if self.limit > 1:
+                self.limit = max(1, self.limit // 4)
+                return None
+            refused = Verdict.BLOCKED if error.sqlstate in FOREIGN_KEY else Verdict.ISOLATE
+            if refused is Verdict.BLOCKED:
+                self.blockers.update(filter(None, [error.diag.constraint_name]))
+            else:
+                self.refusal = self.refusal or failure
+            with contextlib.suppress(psycopg.Error):  # then the row is tried, and found, once more
+                return self.execute(seeds, 1, delete=False), refused
+        self.failures += 1
+        if verdict is Verdict.RECONNECT:
+            return self.reconnect(failure)
+        if verdict is Verdict.SMALLER and self.limit == 1 and error.sqlstate == "57014" and not self.by_pages:
+            self.begin(by_pages=True)  # the index may lead through too many rows of no interest before the first that is
+        self.limit = self.limit if verdict is Verdict.RETRY else max(1, self.limit // 4)
+        self.limits.interrupts.sleep(min(0.05 * 2**self.failures, 2.0))
+        return None
+
+    def reconnect(self, failure: PolicyFailedError) -> tuple[Batch, None] | None:
+        """Connect again; the batch whose COMMIT was cut off, if the server says that it went through."""
+        batch = self.in_doubt
+        self.session.close()
+        try:
+            self.session.connect_until(min(time.monotonic() + self.RECONNECT_FOR, self.limits.window))
+        except UnavailableError as error:
+            raise PolicyFailedError(f"{failure.message}; then {error.message}", failure.sqlstate) from None
+        if batch is None or batch.xid is None:
+            return None
+        query = "SELECT pg_xact_status(%(xid)s::xid8)"
+        while True:
+            with self.session.transaction() as connection:
+                row = connection.execute(query, {"xid": batch.xid}).fetchone()
+            assert row is not None
+            if row[0] != "in progress":
+                return (batch, None) if row[0] == "committed" else None
+            self.limits.interrupts.sleep(0.1)
+
+    def count_rest(self, timeout: dt.timedelta) -> None:
+        """After a pass that did not finish: what is left of the policy, and how much of it is blocked, if time allows.
+
+        Raises psycopg.Error when it does not.
+        """
+        schema = self.table.name.schema
+        with self.session.transaction(schema, SURVEYING, snapshot=True, timeout=timeout) as connection:
+            row = connection.execute(survey([self.table]), values(self.table, self.bound, "p0_")).fetchone()
+        assert row is not None
+        found, held = row
+        undeletable = self.tally.undeletable
+        self.tally = Tally(0, held, undeletable, max(0, found - held - undeletable))
+
+
+# ── Reporting ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# The journal, the line form, the result and the state file. Never decides, never stops a purge.
+
+JOURNAL_SOCKET = "/run/systemd/journal/socket"
+
+
+class Level(enum.IntEnum):
+    """Levels of the line form, with syslog's priorities."""
+
+    ERROR = 3
+    INFO = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    name: str
+    message_id: str  # fixed for ever: the journal's catalog explains events by it
+    level: Level = Level.INFO
+
+
+JOB_STARTED = Event("job_started", "8be5866cf939403d83e8277c8197ac8d")
+PHASE_STARTED = Event("phase_started", "66c0c15ba496482d91b41fc4d2679204")
+BATCH_DELETED = Event("batch_deleted", "7a1c8af61b79448d81a6da9fa53c46bf")
+BATCH_RETRIED = Event("batch_retried", "6340cf10498a48dfbbbfa031aafd452c")
+PHASE_COMPLETED = Event("phase_completed", "4b50381d6b5e46938ad24669a6a526d1")
+PHASE_FAILED = Event("phase_failed", "cfd189ef71d94205afac29b7556588a8", Level.ERROR)
+JOB_COMPLETED = Event("job_completed", "922ac7c65dad43cfae0e5940cc1f34bc")
+JOB_FAILED = Event("job_failed", "cc2bccc63a2544e2b925f69c5e295d2a", Level.ERROR)
+JOB_SKIPPED = Event("job_skipped", "b58b7f19fef548588ec0d44ea0529539")
+STATE_FAILED = Event("state_failed", "c2ac23a6f0504881972e95d3334f7348", Level.ERROR)
+
+CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(32), 127, *range(128, 160), 0x2028, 0x2029)}
+CONTROL_CHARACTERS |= {ord("\n"): "\\n", ord("\t"): "\\t", ord("\r"): "\\r"}
+
+
+def camel(name: str) -> str:
+    """The specification's spelling of a journal field.
+
+    >>> camel("JOB_RUN_ID")
+    'jobRunId'
+    """
+    first, *rest = name.lower().split("_")
+    return first + "".join(word.capitalize() for word in rest)
+
+
+def format_value(value: object) -> str:
+    r"""A value of the line form: in double quotes where a space, a quote or nothing at all would be misread.
+
+    >>> print(format_value('say "no"'))
+    "say \"no\""
+    """
+    text = str(value)
+    if text and text.isprintable() and not re.search(r"[\s\"\\=]", text):
+        return text
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').translate(CONTROL_CHARACTERS)
+    return f'"{escaped}"'
+
+
+def format_time(moment: dt.datetime) -> str:
+    """ISO 8601 in UTC."""
+    return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
+
+
+class Log:
+    """Events to journald where its socket is, and to `stream` in the line form unless the journal reads that anyway."""
+
+    def __init__(self, job_run_id: str, stream: Any, verbose: bool) -> None:
+        self.job_run_id = job_run_id
+        self.stream = stream
+        self.verbose = verbose
+        self.send = self.find_journal()
+
+    @staticmethod
+    def find_journal() -> Callable[..., None] | None:
+        if not os.path.exists(JOURNAL_SOCKET):
+            return None
+        try:
+            from systemd import journal
+        except ImportError:
+            return None
+        send: Callable[..., None] = journal.send
+        return send
+
+    def is_journal(self) -> bool:
+        """Whether the stream is read by the journal, as systemd.exec(5) says of JOURNAL_STREAM."""
+        try:
+            status = os.fstat(self.stream.fileno())
+        except (OSError, ValueError):
+            return False
+        return os.environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
+
+    def emit(self, event: Event, message: str, **fields: object) -> None:
+        """Log one event; a field that is None is left out. A failure to log is nobody's failure."""
+        known = {"JOB_RUN_ID": self.job_run_id, **{key: value for key, value in fields.items() if value is not None}}
+        if self.send:
+            with contextlib.suppress(Exception):
+                self.send(
+                    message,
+                    MESSAGE_ID=event.message_id,
+                    PRIORITY=str(int(event.level)),
+                    SYSLOG_IDENTIFIER=PROGRAM,
+                    EVENT=event.name,
+                    **{key: str(value) for key, value in known.items()},
+                )
+        if not (self.send and self.is_journal()):
+            moment = dt.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S")
+            pairs = " ".join(f"{camel(key)}={format_value(value)}" for key, value in known.items())
+            with contextlib.suppress(OSError, ValueError):
+                print(f"[{moment}] [{event.level.name}] {message} {pairs}", file=self.stream, flush=True)
+
+
+STOP_REASONS = ("drained", "locked", "budget", "signal", "failed")  # from good to bad
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one policy. A count that is not known is None."""
+
+    policy: Policy
+    cutoff: dt.datetime | None = None
+    deleted: int = 0
+    backlog: int | None = None
+    blocked: int | None = None
+    undeletable: int | None = None
+    stop_reason: str = "drained"
+    error: RetentionError | None = None
+
+    def json(self, deleted: str = "deleted") -> dict[str, Any]:
+        return {
+            "table": str(self.policy.table),
+            "cutoff": self.cutoff and format_time(self.cutoff),
+            deleted: self.deleted,
+            "backlog": self.backlog,
+            "blocked": self.blocked,
+            "undeletable": self.undeletable,
+            "stop_reason": self.stop_reason,
+            "error": self.error and self.error.json(),
+        }
+
+
+@dataclass(slots=True)
+class Result:
+    """What became of a run. `errors` are pairs of key and message: what stopped the whole of it."""
+
+    job_run_id: str
+    exit_status: Exit
+    now: dt.datetime | None = None
+    outcomes: list[Outcome] = field(default_factory=list)
+    errors: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def stop_reason(self) -> str:
+        if self.errors:
+            return "failed"
+        return max((outcome.stop_reason for outcome in self.outcomes), key=STOP_REASONS.index)
+
+    def json(self, deleted: str = "deleted") -> str:
+        document = {
+            "job_run_id": self.job_run_id,
+            "now": self.now and format_time(self.now),
+            "stop_reason": self.stop_reason,
+            "exit_status": int(self.exit_status),
+            "policies": {outcome.policy.name: outcome.json(deleted) for outcome in self.outcomes},
+            "errors": [{"key": key, "message": message} for key, message in self.errors],
+        }
+        return json.dumps(document, ensure_ascii=False, indent=2)
+
+
+def uptime() -> float:
+    """Seconds since this machine started, from a clock that nobody sets."""
+    try:
+        with open("/proc/uptime") as stream:
+            return float(stream.read().split()[0])
+    except (OSError, ValueError, IndexError):
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def boot_id() -> str:
+    """Which start of this machine it is; empty if that cannot be known. A sandboxed unit passes it as a variable (%b)."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as stream:
+            return stream.read().strip().replace("-", "")
+    except OSError:
+        return os.environ.get("SESSION_RETENTION_BOOT_ID", "").replace("-", "")
+
+
+@dataclass(frozen=True, slots=True)
+class LastRun:
+    """What is remembered of a policy's last run, to notice a cutoff that jumped."""
+
+    now: dt.datetime  # the database's clock
+    cutoff: dt.datetime
+    uptime: float
+    boot_id: str
+
+
+class State:
+    """The state file: small, TOML, replaced atomically. Losing it loses the brakes for one run, and nothing else."""
+
+    def __init__(self, path: str, log: Log) -> None:
+        self.path = path
+        self.log = log
+        self.policies: dict[str, LastRun] = {}
+        if not path:
+            return
+        try:
+            with open(path, "rb") as stream:
+                document = tomllib.load(stream)
+            self.policies = {name: self.last_run(**entry) for name, entry in document.get("policy", {}).items()}
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not a state file of this program"
+            log.emit(STATE_FAILED, "state not read", ERROR=f"{path}: {reason}; this run goes without the brakes")
+
+    @staticmethod
+    def last_run(now: dt.datetime, cutoff: dt.datetime, uptime: float, boot_id: str) -> LastRun:
+        if now.tzinfo is None or cutoff.tzinfo is None:
+            raise ValueError
+        return LastRun(now, cutoff, float(uptime), str(boot_id))
+
+    def record(self, policy: Policy, now: dt.datetime) -> None:
+        """Remember that the policy runs with this cutoff. A clock that went back is not remembered as progress."""
+        last = self.policies.get(policy.name)
+        if last is None or now >= last.now:
+            self.policies[policy.name] = LastRun(now, now - policy.keep, uptime(), boot_id())
+            self.save()
+
+    def save(self) -> None:
+        if not self.path:
+            return
+        document = {"policy": {name: dataclasses.asdict(last) for name, last in self.policies.items()}}
+        try:
+            replace_file(self.path, tomli_w.dumps(document))
+        except OSError as error:
+            text = f"{self.path}: {error.strerror}; the next run goes without the brakes of this one"
+            self.log.emit(STATE_FAILED, "state not written", ERROR=text)
+
+
+def replace_file(path: str, content: str) -> None:
+    """Put the content in the file's place at once, mode 0644: a reader sees the old file or the new one."""
+    with tempfile.NamedTemporaryFile("w", dir=os.path.dirname(path), prefix=".session-retention-", delete=False) as stream:
+        try:
+            stream.write(content)
+            stream.flush()
+            os.fchmod(stream.fileno(), stat.S_IRUSR | stat.S_IWUSR | stat.S_IRGRP | stat.S_IROTH)
+            os.fsync(stream.fileno())
+            os.replace(stream.name, path)
+        except BaseException:
+            os.unlink(stream.name)
+            raise
+
+
+# ── The run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# Policies in order, each with its share of the time. Decides what runs; the reporting above tells it.
+
+# What a cutoff may gain on the time that passed: the timer's random delay, a late night, a leap of the calendar.
+BRAKE_SLACK = dt.timedelta(days=1)
+# For counting what a stopped or failed phase leaves; after a signal the whole program has 5 seconds.
+COUNT_TIMEOUT = dt.timedelta(seconds=5)
+COUNT_TIMEOUT_SIGNAL = dt.timedelta(seconds=1)
+
+
+def brake(last: LastRun | None, policy: Policy, now: dt.datetime) -> None:
+    """Refuse a cutoff that moved further than time did: a mistyped retention, a clock that jumped.
+
+    Time is what this machine's own unadjustable clock says, while it has not been restarted; else the database's.
+    """
+    if last is None:
+        return
+    elapsed = now - last.now
+    if last.boot_id and last.boot_id == boot_id():
+        elapsed = min(elapsed, dt.timedelta(seconds=max(0.0, uptime() - last.uptime)))
+    cutoff = now - policy.keep
+    if cutoff - last.cutoff > elapsed + BRAKE_SLACK:
+        raise PolicyFailedError(
+            f"the cutoff moved forward from {format_time(last.cutoff)} to {format_time(cutoff)}, by"
+            f" {format_duration(round_down(cutoff - last.cutoff))}, while {format_duration(round_down(elapsed))} passed"
+            f" since the last run; nothing is deleted. Check policy.{policy.name} and the clocks; if it is meant, run"
+            f" {PROGRAM} --once --policy {policy.name}"
+        )
+
+
+def round_down(duration: dt.timedelta) -> dt.timedelta:
+    return max(ZERO, duration // UNITS["s"] * UNITS["s"])
+
+
+def read_clock(session: Session, allowed: dt.timedelta) -> dt.datetime:
+    """The database's time, once a run; RunFailedError if this machine's differs by more than `allowed`."""
+    query = """SELECT to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US')"""
+    with session.transaction(snapshot=True) as connection:
+        before = dt.datetime.now(UTC)
+        row = connection.execute(query).fetchone()
+        after = dt.datetime.now(UTC)
+    assert row is not None
+    now = dt.datetime.fromisoformat(row[0]).replace(tzinfo=UTC)
+    skew = max(before - now, now - after, ZERO)
+    if skew > allowed:
+        raise RunFailedError(
+            f"clock skew: the database says {format_time(now)}, this machine {format_time(after)}, more than"
+            f" database.max_clock_skew ({format_duration(allowed)}) apart; nothing is deleted. Set the clocks right"
+        )
+    return now
+
+
+def require_primary(session: Session) -> None:
+    """UnavailableError unless this server can be written to."""
+    query = "SELECT pg_is_in_recovery(), current_setting('default_transaction_read_only')::boolean"
+    assert session.connection is not None
+    row = session.connection.execute(query).fetchone()
+    assert row is not None
+    if row[0]:
+        raise UnavailableError("the server is not the primary: it is a standby, in recovery; point database.conninfo at the primary")
+    if row[1]:
+        raise UnavailableError(
+            "the server is read-only (default_transaction_read_only is on), as an administrator or a full disk leaves it;"
+            " make it writable again"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One invocation: what it works with."""
+
+    config: Configuration
+    policies: tuple[Policy, ...]
+    log: Log
+    interrupts: Interrupts
+    session: Session
+    scheduled: bool
+    started: float  # monotonic seconds
+    window_end: float  # monotonic seconds; infinite outside scheduled runs
+
+    @property
+    def budget_end(self) -> float:
+        return self.started + self.config.run.max_run_duration.total_seconds()
+
+
+def connect(job: Job) -> None:
+    """Connect; a scheduled run keeps trying for connect_retry, inside the window and the budget."""
+    retry = job.config.database.connect_retry.total_seconds() if job.scheduled else 0.0
+    job.session.connect_until(min(job.started + retry, job.budget_end, job.window_end))
+
+
+def run(job: Job) -> Result:
+    """A whole run: every policy that it had in mind gets an outcome, unless the run itself cannot begin."""
+    result = Result(job.log.job_run_id, Exit.OK)
+    try:
+        connect(job)
+        require_primary(job.session)
+        result.now = read_clock(job.session, job.config.database.max_clock_skew)
+    except StoppedError:
+        result.outcomes = [Outcome(policy, stop_reason="signal") for policy in job.policies]
+        for outcome in result.outcomes:
+            report_phase(job, outcome, 0.0, set())
+        report_job(job, result)
+        return result
+    except (RetentionError, psycopg.Error) as error:
+        failure = error if isinstance(error, RetentionError) else UnavailableError(describe(error), error.sqlstate)
+        key = "database"
+        result.exit_status = Exit.UNAVAILABLE if isinstance(failure, UnavailableError) else Exit.FAILED
+        result.errors = [(key, failure.message)]
+        job.log.emit(JOB_FAILED, "job failed", ERROR=failure.message, SQLSTATE=failure.sqlstate)
+        return result
+    tables = [inspect_safely(job, policy) for policy in job.policies]
+    reached = {name for table in tables if isinstance(table, Table) for name in table.cascades}
+    cutoffs = {f"CUTOFF_{policy.name.upper()}": format_time(result.now - policy.keep) for policy in job.policies}
+    job.log.emit(JOB_STARTED, "job started", **cutoffs, CASCADES=", ".join(sorted(reached)) or None)
+    state = State(job.config.metrics.state, job.log)
+    for number, (policy, table) in enumerate(zip(job.policies, tables, strict=True)):
+        remaining = job.budget_end - time.monotonic()
+        share = time.monotonic() + max(0.0, remaining) / (len(tables) - number)
+        limits = Limits(share, job.window_end, job.interrupts)
+        result.outcomes.append(run_phase(job, policy, table, result.now, limits, state))
+    if any(outcome.error for outcome in result.outcomes):
+        result.exit_status = Exit.FAILED
+    report_job(job, result)
+    return result
+
+
+def inspect_safely(job: Job, policy: Policy) -> Table | PolicyFailedError:
+    """The policy's table, or the reason why it cannot be purged, to be told when its turn comes."""
+    try:
+        return inspect(job.session, policy)
+    except PolicyFailedError as error:
+        return error
+    except psycopg.Error as error:
+        return policy_failure(error)
+
+
+def run_phase(
+    job: Job, policy: Policy, table: Table | PolicyFailedError, now: dt.datetime, limits: Limits, state: State
+) -> Outcome:
+    """One policy from phase_started to phase_completed or phase_failed; raises nothing."""
+    outcome = Outcome(policy, now - policy.keep)
+    started = time.monotonic()
+    phase: Phase | None = None
+    try:
+        if isinstance(table, PolicyFailedError):
+            raise table
+        if job.scheduled:
+            brake(state.policies.get(policy.name), policy, now)
+        size = policy.batch_size or job.config.run.batch_size
+        phase = Phase(job.session, table, now, size, job.config.run.pause, limits)
+        job.log.emit(
+            PHASE_STARTED,
+            f"Starting {policy.title or policy.name}.",
+            PHASE=policy.name,
+            TABLE=policy.table,
+            CUTOFF=format_time(now - policy.keep),
+            WALK=phase.walk.name,
+        )
+        if job.session.connection is None:  # lost in the phase before
+            connect_again(job, limits)
+        state.record(policy, now)
+        outcome.stop_reason = phase.run(report_progress(job, policy))
+        outcome.error = phase.refusal
+    except StoppedError:
+        outcome.stop_reason = "signal"
+        job.session.close()
+    except PolicyFailedError as error:
+        outcome.error = error
+    except psycopg.Error as error:
+        outcome.error = policy_failure(error)
+    if phase:
+        outcome.deleted = phase.deleted
+        count_what_stays(phase, outcome)
+    if outcome.error:
+        outcome.stop_reason = "failed"
+    report_phase(job, outcome, time.monotonic() - started, phase.blockers if phase else set())
+    return outcome
+
+
+def connect_again(job: Job, limits: Limits) -> None:
+    try:
+        job.session.connect_until(min(time.monotonic() + Phase.RECONNECT_FOR, limits.window))
+    except UnavailableError as error:
+        raise PolicyFailedError(error.message, error.sqlstate) from None
+
+
+def count_what_stays(phase: Phase, outcome: Outcome) -> None:
+    """Fill in backlog and its parts: from the last pass if it was finished, else by a count with a time limit."""
+    if outcome.stop_reason not in ("drained", "locked") or (outcome.error and outcome.error is not phase.refusal):
+        signalled = outcome.stop_reason == "signal"
+        try:
+            if phase.session.connection is None:
+                return
+            phase.count_rest(COUNT_TIMEOUT_SIGNAL if signalled else COUNT_TIMEOUT)
+        except (psycopg.Error, StoppedError):
+            return
+    tally = phase.tally
+    outcome.blocked, outcome.undeletable = tally.held, tally.undeletable
+    outcome.backlog = tally.held + tally.undeletable + tally.left
+
+
+def report_progress(job: Job, policy: Policy) -> Progress:
+    def batch(done: Batch, limit: int, seconds: float) -> None:
+        job.log.emit(
+            BATCH_DELETED,
+            "batch deleted",
+            PHASE=policy.name,
+            DELETED_COUNT=done.deleted,
+            BATCH_SIZE=limit,
+            DURATION_MS=round(seconds * 1000),
+        )
+
+    def retry(failure: RetentionError, verdict: Verdict, limit: int) -> None:
+        if verdict is Verdict.ISOLATE and not job.log.verbose:
+            return  # a step on the way to a row that the phase will count
+        job.log.emit(
+            BATCH_RETRIED,
+            f"batch failed, {verdict.value}",
+            PHASE=policy.name,
+            SQLSTATE=failure.sqlstate,
+            ERROR=failure.message,
+            BATCH_SIZE=limit,
+        )
+
+    return Progress(batch, retry)
+
+
+def report_phase(job: Job, outcome: Outcome, seconds: float, blockers: set[str]) -> None:
+    counts: dict[str, object] = {
+        "PHASE": outcome.policy.name,
+        "DELETED_COUNT": outcome.deleted,
+        "BACKLOG_REMAINING": outcome.backlog,
+        "BLOCKED": outcome.blocked,
+        "BLOCKED_BY": ", ".join(sorted(blockers)) or None,
+        "UNDELETABLE": outcome.undeletable,
+        "DURATION_MS": round(seconds * 1000),
+        "STOP_REASON": outcome.stop_reason,
+    }
+    if outcome.error:
+        job.log.emit(PHASE_FAILED, "phase failed", SQLSTATE=outcome.error.sqlstate, ERROR=outcome.error.message, **counts)
+        return
+    ended = "finished successfully" if outcome.stop_reason == "drained" else f"stopped ({outcome.stop_reason})"
+    job.log.emit(PHASE_COMPLETED, f"Cleanup {ended}. Removed rows: {outcome.deleted:,}.", **counts)
+
+
+def report_job(job: Job, result: Result) -> None:
+    backlogs = [outcome.backlog for outcome in result.outcomes]
+    known = [backlog for backlog in backlogs if backlog is not None]
+    job.log.emit(
+        JOB_COMPLETED,
+        "job completed",
+        **{f"{outcome.policy.name.upper()}_DELETED": outcome.deleted for outcome in result.outcomes},
+        DURATION_MS=round((time.monotonic() - job.started) * 1000),
+        BACKLOG_REMAINING=sum(known) if len(known) == len(backlogs) else None,
+        STOP_REASON=result.stop_reason,
+        FAILED_PHASES=sum(1 for outcome in result.outcomes if outcome.error),
+    )
+
+
+def dry_run(job: Job) -> Result:
+    """What a run would delete now: the same predicates and the same clock, in read-only transactions, on a standby too."""
+    result = Result(job.log.job_run_id, Exit.OK)
+    try:
+        connect(job)
+        result.now = read_clock(job.session, job.config.database.max_clock_skew)
+    except (RetentionError, psycopg.Error) as error:
+        failure = error if isinstance(error, RetentionError) else UnavailableError(describe(error), error.sqlstate)
+        result.exit_status = Exit.UNAVAILABLE if isinstance(failure, UnavailableError) else Exit.FAILED
+        result.errors = [("database", failure.message)]
+        return result
+    inspected: list[Table] = []
+    for policy in job.policies:
+        outcome = Outcome(policy, result.now - policy.keep)
+        result.outcomes.append(outcome)
+        table = inspect_safely(job, policy)
+        try:
+            if isinstance(table, PolicyFailedError):
+                raise table
+            earlier = [other for other in inspected if other.name == table.name]
+            foresee(job, [*earlier, table], result.now, outcome)
+            inspected.append(table)
+        except PolicyFailedError as error:
+            outcome.error, outcome.stop_reason = error, "failed"
+            result.exit_status = Exit.FAILED
+    return result
+
+
+def foresee(job: Job, tables: Sequence[Table], now: dt.datetime, outcome: Outcome) -> None:
+    """Fill in the outcome of the last of these policies on one table, the earlier ones having run."""
+    parameters: dict[str, Any] = {}
+    for number, table in enumerate(tables):
+        parameters |= values(table, table.bound(now), f"p{number}_")
+    limit = min(job.config.run.max_run_duration, dt.timedelta(days=24))
+    try:
+        with job.session.transaction(tables[-1].name.schema, SURVEYING, snapshot=True, timeout=limit) as connection:
+            row = connection.execute(survey(tables), parameters).fetchone()
+    except psycopg.Error as error:
+        raise policy_failure(error) from None
+    assert row is not None
+    found, held = row[-2:]
+    outcome.deleted, outcome.backlog, outcome.blocked = found - held, held, held
+
+
+# ── The commands ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# What each verb does with a configuration. They print; `main` turns their result into the exit status.
+
+
+def give_up_root() -> None:
+    """As root, become the user session-retention where it exists, wholly: by hand and by the timer it is the same."""
+    if os.geteuid() != 0:
+        return
+    try:
+        user = pwd.getpwnam(USER)
+    except KeyError:
+        return
+    groups = [group.gr_gid for group in grp.getgrall() if USER in group.gr_mem]
+    os.setgroups([user.pw_gid, *groups])
+    os.setgid(user.pw_gid)
+    os.setuid(user.pw_uid)
+    os.environ.update(HOME=user.pw_dir, USER=USER, LOGNAME=USER)
+    os.chdir(user.pw_dir if os.path.isdir(user.pw_dir) else "/")
+
+
+def read_credential() -> str | None:
+    """The systemd credential db-password, if there is one. Read before root is given up: the file may be root's alone."""
+    directory = os.environ.get("CREDENTIALS_DIRECTORY")
+    if not directory:
+        return None
+    path = os.path.join(directory, "db-password")
+    try:
+        with open(path, encoding="utf-8") as stream:
+            return stream.read().removesuffix("\n")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigurationError(path, [("", f"the credential cannot be read: {reason}")]) from None
+
+
+def choose_policies(config: Configuration, wanted: Sequence[str]) -> tuple[Policy, ...]:
+    """The enabled policies in the order of the file, or those of them that are wanted."""
+    enabled = {policy.name: policy for policy in config.policies if policy.enabled}
+    for name in wanted:
+        if name not in enabled:
+            raise UsageError(f"--policy {name}: no enabled policy of that name; there is {', '.join(enabled)}")
+    return tuple(policy for policy in enabled.values() if not wanted or policy.name in wanted)
+
+
+def run_command(arguments: argparse.Namespace) -> Exit:
+    """A scheduled run, --once or --dry-run."""
+    started = time.monotonic()
+    log = Log(str(uuid.uuid4()), sys.stderr if arguments.json else sys.stdout, arguments.verbose)
+    scheduled = arguments.verb == "scheduled"
+    try:
+        password = read_credential()
+        give_up_root()
+        config = read_configuration(arguments.config)
+        policies = choose_policies(config, arguments.policy)
+    except ConfigurationError as error:
+        for _, text in error.problems:
+            print(f"{PROGRAM}: {text}", file=sys.stderr)
+        if arguments.verb != "dry-run":
+            log.emit(JOB_FAILED, "job failed", ERROR=error.message)
+        if arguments.json:
+            print(Result(log.job_run_id, Exit.CONFIG, errors=error.problems).json())
+        return Exit.CONFIG
+    window_end = math.inf
+    if scheduled and config.run.night_window_utc:
+        remaining = config.run.night_window_utc.remaining(dt.datetime.now(UTC))
+        if remaining is None:
+            log.emit(JOB_SKIPPED, "outside the night window", NIGHT_WINDOW_UTC=config.run.night_window_utc)
+            return Exit.OK
+        window_end = started + remaining.total_seconds()
+    with Interrupts() as interrupts:
+        session = Session(config.database, password, interrupts)
+        job = Job(config, policies, log, interrupts, session, scheduled, started, window_end)
+        try:
+            result = dry_run(job) if arguments.verb == "dry-run" else run(job)
+        except StoppedError:
+            result = Result(log.job_run_id, Exit.OK, outcomes=[Outcome(policy, stop_reason="signal") for policy in policies])
+        finally:
+            session.close()
+    if arguments.json:
+        print(result.json("would_delete" if arguments.verb == "dry-run" else "deleted"))
+    elif arguments.verb == "dry-run":
+        print_foresight(result)
+    return result.exit_status
+
+
+def print_foresight(result: Result) -> None:
+    for _, message in result.errors:
+        print(f"{PROGRAM}: {message}", file=sys.stderr)
+    for outcome in result.outcomes:
+        if outcome.error:
+            print(f"{outcome.policy.name}: would fail: {outcome.error.message}")
+        elif outcome.cutoff:
+            blocked = f", {outcome.blocked:,} blocked" if outcome.blocked else ""
+            rows = f"would delete {outcome.deleted:,} rows of {outcome.policy.table}{blocked}"
+            print(f"{outcome.policy.name}: {rows} (older than {format_time(outcome.cutoff)})")
+
+
+def print_configuration(arguments: argparse.Namespace) -> Exit:
+    try:
+        give_up_root()
+        print(show_configuration(read_configuration(arguments.config)), end="")
+    except ConfigurationError as error:
+        for _, text in error.problems:
+            print(f"{PROGRAM}: {text}", file=sys.stderr)
+        return Exit.CONFIG
+    return Exit.OK
+
+
+# ── main ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+VERBS: dict[str, Callable[[argparse.Namespace], Exit]] = {
+    "scheduled": run_command,
+    "once": run_command,
+    "dry-run": run_command,
+    "print-config": print_configuration,
+}
+DESCRIPTION = """\
+Delete session rows that have outlived their retention from PostgreSQL, in bounded batches.
+Without an option: one scheduled run, which does nothing outside the night window."""
+EPILOG = """\
+exit status:
+  0   the run ended well: drained, nothing to do, only blocked or locked rows left,
+      budget spent, stopped by a signal, or outside the night window
+  1   a policy failed (the others still ran; what was committed stays), or the clocks disagree
+  2   usage
+  69  the database could not be reached, or is not one that can be written to
+  78  the configuration is wrong"""
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_mutually_exclusive_group()
+    for verb, text in {
+        "once": "one run now, night window or not",
+        "dry-run": "what a run would delete now; deletes nothing",
+        "print-config": "the effective configuration as TOML, secrets masked",
+    }.items():
+        verbs.add_argument(f"--{verb}", dest="verb", action="store_const", const=verb, help=text)
+    parser.add_argument("-c", "--config", metavar="FILE", default=DEFAULT_CONFIG, help="default %(default)s")
+    parser.add_argument("--policy", metavar="NAME", action="append", default=[], help="only this policy; repeatable; with a run or --dry-run")
+    parser.add_argument("--json", action="store_true", help="the result of --once or --dry-run as JSON on stdout; the log goes to stderr")
+    parser.add_argument("-v", "--verbose", action="store_true", help="also log each step of isolating a row that cannot go")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
+    parser.set_defaults(verb="scheduled")
+    arguments = parser.parse_args(argv)
+    if arguments.json and arguments.verb not in ("once", "dry-run"):
+        parser.error("--json goes with --once or --dry-run")
+    if arguments.policy and arguments.verb == "print-config":
+        parser.error("--policy goes with a run or --dry-run")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return the exit status."""
+    logging.getLogger("psycopg").addHandler(logging.NullHandler())  # its warnings may quote the connection
+    try:
+        arguments = parse_arguments(argv)
+        return VERBS[arguments.verb](arguments)
+    except SystemExit as done:  # argparse
+        return int(done.code or 0)
+    except UsageError as error:
+        print(f"{PROGRAM}: {error.message}", file=sys.stderr)
+        return Exit.USAGE
+
+
+def command() -> NoReturn:
+    """The entry point: `main`, on streams that can print anything and may be closed under us."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    status = main()
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    command()
