@@ -109,12 +109,10 @@ class Server:
             connection.execute("CREATE ROLE retention LOGIN")
 
     def pg_ctl(self, *arguments: str | pathlib.Path) -> None:
+        environment = [f"{name}={value}" for name, value in self.environment.items()]
+        pg_ctl = [binaries() / "pg_ctl", "--pgdata", self.data, "--log", self.log, "--wait"]
         subprocess.run(
-            as_postgres(binaries() / "pg_ctl", "--pgdata", self.data, "--log", self.log, "--wait", *arguments),
-            check=True,
-            stdout=subprocess.DEVNULL,
-            env={**os.environ, **self.environment},
-            cwd="/",
+            as_postgres("env", *environment, *pg_ctl, *arguments), check=True, stdout=subprocess.DEVNULL, cwd="/"
         )
 
     def start(self) -> None:

@@ -177,7 +177,7 @@ SINGLE_FAULTS: list[tuple[str, Any, str]] = [
     ("policy.sicr.title", 5, STRING),
     ("policy.sicr.title", "two\nlines", r"(?i)one line|single line|control|printable"),
     # Keys and sections that do not exist: the message lists, or suggests, those that do.
-    ("databse.conninfo", "dbname=auth", r"database"),
+    ("databse", {"conninfo": "dbname=auth"}, r"database"),
     ("batch_size", 5000, r"database|run"),
     ("run.batchsize", 5000, r"batch_size"),
     ("run.batch-size", 5000, r"batch_size"),
