@@ -7,8 +7,9 @@ import shutil
 import subprocess
 import sys
 
-import retention
 from lab import TOP
+
+import retention
 
 SHIPPED = ["retention.py", "pyproject.toml", "README.md", "LICENSE"]
 
