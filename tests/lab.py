@@ -110,7 +110,7 @@ class Server:
 
     def pg_ctl(self, *arguments: str | pathlib.Path) -> None:
         environment = [f"{name}={value}" for name, value in self.environment.items()]
-        pg_ctl = [binaries() / "pg_ctl", "--pgdata", self.data, "--log", self.log, "--wait"]
+        pg_ctl: list[str | pathlib.Path] = [binaries() / "pg_ctl", "--pgdata", self.data, "--log", self.log, "--wait"]
         subprocess.run(
             as_postgres("env", *environment, *pg_ctl, *arguments), check=True, stdout=subprocess.DEVNULL, cwd="/"
         )
