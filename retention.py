@@ -52,7 +52,7 @@ VERSION = "0.1.0"
 PROGRAM = "session-retention"
 USER = "session-retention"
 DEFAULT_CONFIG = "/etc/session-retention/config.toml"
-UTC = dt.timezone.utc
+UTC = dt.UTC
 
 
 class Exit(enum.IntEnum):
@@ -237,7 +237,9 @@ def duration_kind(accepts: str, allowed: Callable[[dt.timedelta], bool]) -> Kind
         expect(allowed(duration))
         return duration
 
-    return Kind(f"{accepts}: a text such as '30d' or '1h30m', units ms s m h d w, 36500d at most", read, format_duration)
+    return Kind(
+        f"{accepts}: a text such as '30d' or '1h30m', units ms s m h d w, 36500d at most", read, format_duration
+    )
 
 
 def read_name(value: Any) -> str:
@@ -353,10 +355,12 @@ PAUSE = Kind(
 )
 PATH = Kind('an absolute path, or "" for none', read_path)
 TITLE = Kind("one line of printable text", read_title)
-TABLE = Kind('"name" or "schema.name", parts in double quotes where SQL needs them, 63 bytes each at most', TableName.read, str)
+TABLE = Kind(
+    '"name" or "schema.name", parts in double quotes where SQL needs them, 63 bytes each at most', TableName.read, str
+)
 COLUMN = Kind("the exact column name, unquoted, 63 bytes at most", read_name)
 ONLY = Kind(
-    'columns with non-empty lists of values of one type (text, 64-bit whole numbers or booleans): { status = ["Revoked"] }',
+    'columns with non-empty lists of one type (text, 64-bit whole numbers or booleans), as in { status = ["Revoked"] }',
     read_only_lists,
 )
 NO_VACUUM = Kind("false; VACUUM after a run is not in this version", read_false)
@@ -465,14 +469,18 @@ def read_policy(name: str, table: Any, problems: Problems) -> Policy | None:
     where = f"policy.{name}"
     before = len(problems)
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name, re.ASCII) or len(name) > 40:
-        problems.append((where, "a policy name must be lower-case words joined by single underscores, 40 characters at most"))
+        problems.append(
+            (where, "a policy name must be lower-case words joined by single underscores, 40 characters at most")
+        )
     policy: Policy | None = read_section(Policy, where, table, problems, name=name)
     if type(table) is dict:
         if "table" not in table:
             problems.append((f"{where}.table", f"is missing; must be {TABLE.accepts}"))
         pairs = ({"age_column", "retention"}, {"expiry_column", "grace"})
         if set(table) & (pairs[0] | pairs[1]) not in pairs:
-            problems.append((where, "needs either age_column with retention, or expiry_column with grace, and no other pairing"))
+            problems.append(
+                (where, "needs either age_column with retention, or expiry_column with grace, and no other pairing")
+            )
     return policy if len(problems) == before else None
 
 
@@ -489,7 +497,9 @@ def read_configuration(file: str) -> Configuration:
         raise ConfigurationError(file, [("", f"line {line}: not UTF-8; save the file in UTF-8")]) from None
     except tomllib.TOMLDecodeError as error:
         bom = content.startswith(b"\xef\xbb\xbf")
-        reason = "line 1: starts with a byte order mark; save the file without it" if bom else f"not valid TOML: {error}"
+        reason = (
+            "line 1: starts with a byte order mark; save the file without it" if bom else f"not valid TOML: {error}"
+        )
         raise ConfigurationError(file, [("", reason)]) from None
     except (RecursionError, ValueError):
         raise ConfigurationError(file, [("", "not valid TOML: nested too deeply, or a number too large")]) from None
@@ -515,7 +525,9 @@ def mask_conninfo(conninfo: str) -> str:
     # newer options hold secrets that an older libpq does not know as such
     secret |= {"password", "sslpassword", "oauth_client_secret", "scram_client_key", "scram_server_key"}
     given = psycopg.conninfo.conninfo_to_dict(conninfo)
-    return psycopg.conninfo.make_conninfo(**{key: "********" if key in secret else value for key, value in given.items()})
+    return psycopg.conninfo.make_conninfo(
+        **{key: "********" if key in secret else value for key, value in given.items()}
+    )
 
 
 def show_section(section: Any) -> dict[str, Any]:
@@ -644,11 +656,10 @@ class Session:
         self.password = password
         self.interrupts = interrupts
         self.connection: psycopg.Connection[Any] | None = None
-        self.doubtful: str | None = None
 
     def connect(self) -> None:
         """Connect, once; UnavailableError says why not."""
-        given = {"password": self.password} if self.password is not None else {}
+        given: dict[str, Any] = {} if self.password is None else {"password": self.password}
         try:
             with self.interrupts.wait():
                 self.connection = psycopg.connect(
@@ -805,7 +816,10 @@ def describe(error: psycopg.Error) -> str:
         condition = psycopg.errors.lookup(state).__name__
     except KeyError:
         condition = "error"
-    names = [f"table {diag.table_name}" if diag.table_name else "", f"constraint {diag.constraint_name}" if diag.constraint_name else ""]
+    names = [
+        f"table {diag.table_name}" if diag.table_name else "",
+        f"constraint {diag.constraint_name}" if diag.constraint_name else "",
+    ]
     if diag.context:
         names += [f"function {name}" for name in re.findall(r"function (\w[\w.]*)\(", diag.context)[:1]]
     return ", ".join([condition, *filter(None, names)])
@@ -968,7 +982,7 @@ class Column:
 
 
 def inspect(session: Session, policy: Policy) -> Table:
-    """What the catalog says of the policy's table; PolicyFailedError with the name and the remedy if it cannot be purged."""
+    """What the catalog says of the policy's table; PolicyFailedError, with the remedy, if it cannot be purged."""
     with session.transaction(snapshot=True) as connection:
 
         def ask(query: str, **parameters: Any) -> list[tuple[Any, ...]]:
@@ -981,24 +995,31 @@ def inspect(session: Session, policy: Policy) -> Table:
         oid, relkind, is_partition, has_children = relations[0]
         if relkind != "r" or is_partition or has_children:
             kind = "a partition" if is_partition else KINDS_OF_RELATION.get(relkind, "a parent of inheriting tables")
-            remedy = "partitions are not purged by this version" if is_partition or relkind in "rp" else "name the table itself"
+            remedy = (
+                "partitions are not purged by this version"
+                if is_partition or relkind in "rp"
+                else "name the table itself"
+            )
             raise PolicyFailedError(f"{name} is {kind}, not an ordinary table; {remedy}", "42809")
         columns = {row[0]: Column(*row) for row in ask(COLUMNS, oid=oid)}
 
         def column(key: str, wanted: str) -> Column:
             if wanted not in columns:
-                raise PolicyFailedError(f'table {name} has no column "{wanted}"; correct policy.{policy.name}.{key}', "42703")
+                raise PolicyFailedError(
+                    f'table {name} has no column "{wanted}"; correct policy.{policy.name}.{key}', "42703"
+                )
             return columns[wanted]
 
         age = column("age_column" if policy.age_column else "expiry_column", policy.column)
         if age.type not in AGE_TYPES:
             raise PolicyFailedError(
-                f'column "{age.name}" of {name} is {age.declared}; its type must be timestamptz, timestamp or date', "42804"
+                f'column "{age.name}" of {name} is {age.declared}; its type must be timestamptz, timestamp or date',
+                "42804",
             )
         only = tuple(
             allow_list(policy, name, column("only", key), values) for key, values in (policy.only or {}).items()
         )
-        references = find_references(policy, name, ask, oid)
+        references = find_references(ask, oid)
         if policy.parent_column:
             column("parent_column", policy.parent_column)
             if not any(r.own and [child for child, _ in r.pairs] == [policy.parent_column] for r in references):
@@ -1045,8 +1066,8 @@ def allow_list(policy: Policy, table: TableName, column: Column, values: list[An
 Ask = Callable[..., list[tuple[Any, ...]]]
 
 
-def find_references(policy: Policy, table: TableName, ask: Ask, oid: int) -> list[Reference]:
-    """The foreign keys that keep rows: our own of any action, others that would refuse, where this role may read them."""
+def find_references(ask: Ask, oid: int) -> list[Reference]:
+    """The foreign keys that keep rows: our own of any action, and others that refuse, where this role may read them."""
     found = []
     for name, schema, relation, own, action, child_columns, parent_columns, readable in ask(REFERENCES, oid=oid):
         if not own and (action not in "ar" or not readable):
@@ -1064,7 +1085,7 @@ def reference_by_key(policy: Policy, table: TableName, ask: Ask, oid: int) -> Re
     assert parent is not None
     if len(key) != 1:
         raise PolicyFailedError(
-            f'policy.{policy.name}.parent_column "{parent}" has no foreign key, and {table} has no single-column primary'
+            f'policy.{policy.name}.parent_column "{parent}" has no foreign key, and {table} no single-column primary'
             " key that it could name; add one of the two, or leave parent_column out"
         )
     ((indexed,),) = ask(CHILD_INDEX, schema=table.schema, name=table.name, columns=[parent])
@@ -1139,7 +1160,7 @@ def page_walk(table: Table) -> Walk:
 
 
 def predicate(table: Table, alias: str = "t", policy: str = "", *, ordered: bool = False) -> sql.Composed:
-    """The whole rule on one row. Only where the walk is `ordered` by age may an index serve it: `(…) IS TRUE` fits none.
+    """The whole rule on one row. An index may serve it only in a walk `ordered` by age: `(…) IS TRUE` fits none.
 
     `policy` is a prefix of the parameters' names, for statements about several policies.
     """
@@ -1191,7 +1212,9 @@ def inside(table: Table, reference: Reference) -> list[tuple[str, str]]:
 def selected(table: Table, alias: str = "t") -> sql.Composed:
     """The address, the age and the key columns of a row."""
     row = sql.Identifier(alias)
-    columns = [sql.SQL("{}.{} AS {}").format(row, Name(column), sql.Identifier(name)) for name, column in carried(table)]
+    columns = [
+        sql.SQL("{}.{} AS {}").format(row, Name(column), sql.Identifier(name)) for name, column in carried(table)
+    ]
     age = sql.SQL("{}.{} AS age").format(row, Name(table.age))
     return sql.SQL(", ").join([sql.SQL("{}.ctid AS tid").format(row), age, *columns])
 
@@ -1204,7 +1227,10 @@ def named_by(table: Table, row: str, condition: sql.Composable) -> sql.Composed:
     short = {column: name for name, column in carried(table)}
     branches = [
         sql.SQL("SELECT {} FROM ONLY {} t WHERE {} AND {}").format(
-            selected(table), relation(table.name), names([(short[a], b) for a, b in reference.pairs], row, "t"), condition
+            selected(table),
+            relation(table.name),
+            names([(short[a], b) for a, b in reference.pairs], row, "t"),
+            condition,
         )
         for reference in table.references
         if reference.own
@@ -1305,19 +1331,21 @@ def closed_batch(table: Table, walk: Walk, look: sql.Composed) -> sql.Composed:
     short = {column: name for name, column in carried(table)}
     joins, outside = [], []
     for number, reference in enumerate(table.references):
-        known = sql.SQL("0")
+        known: sql.Composable = sql.SQL("0")
         by_key = names([(a, short[b]) for a, b in reference.pairs], "x", "p")
         child = relation(reference.child)
         if reference.own:
             joins.append(
                 sql.SQL(
-                    "LEFT JOIN (SELECT parent, count(*) AS n FROM edge WHERE reference = {number} GROUP BY parent) {inner}"
-                    " ON {inner}.parent = p.tid"
+                    "LEFT JOIN (SELECT parent, count(*) AS n FROM edge WHERE reference = {number} GROUP BY parent)"
+                    " {inner} ON {inner}.parent = p.tid"
                 ).format(number=number, inner=sql.Identifier(f"inside{number}"))
             )
             known = sql.SQL("COALESCE({}.n, 0)").format(sql.Identifier(f"inside{number}"))
         if reference.indexed:
-            total = sql.SQL("(SELECT count(*) FROM (SELECT FROM {} x WHERE {} LIMIT {} + 1) s)").format(child, by_key, known)
+            total = sql.SQL("(SELECT count(*) FROM (SELECT FROM {} x WHERE {} LIMIT {} + 1) s)").format(
+                child, by_key, known
+            )
         else:  # one scan of the children for the batch, not one for each row
             joins.append(
                 sql.SQL(
@@ -1351,7 +1379,8 @@ WITH RECURSIVE {look}, edge AS MATERIALIZED (
 ), gone AS (
     DELETE FROM ONLY {table} t WHERE t.ctid = ANY (ARRAY (SELECT tid FROM chosen)) RETURNING {selected}
 ), freed AS (
-    SELECT DISTINCT p.tid FROM gone g CROSS JOIN LATERAL ({named}) p WHERE NOT EXISTS (SELECT FROM look l WHERE l.tid = p.tid)
+    SELECT DISTINCT p.tid FROM gone g CROSS JOIN LATERAL ({named}) p
+    WHERE NOT EXISTS (SELECT FROM look l WHERE l.tid = p.tid)
 ), last AS (
     SELECT age, tid FROM look OFFSET %(limit)s::bigint - 1
 )
@@ -1401,14 +1430,18 @@ def survey(tables: Sequence[Table]) -> sql.Composed:
         conditions: list[sql.Composable] = [sql.SQL("true")]
         for earlier, table in enumerate(tables[:number]):
             rule = predicate(table, alias, f"p{earlier}_")
-            held = sql.SQL("{}.ctid IN (SELECT tid FROM {})").format(sql.Identifier(alias), sql.Identifier(f"held{earlier}"))
+            held = sql.SQL("{}.ctid IN (SELECT tid FROM {})").format(
+                sql.Identifier(alias), sql.Identifier(f"held{earlier}")
+            )
             stays = held if table.references else sql.SQL("false")
             conditions.append(sql.SQL("(({}) IS NOT TRUE OR {})").format(rule, stays))
         return sql.SQL(" AND ").join(conditions)
 
     for number, table in enumerate(tables):
         rule = predicate(table, "t", f"p{number}_")
-        found = sql.SQL("SELECT count(*) FROM ONLY {} t WHERE {} AND {}").format(relation(table.name), rule, there("t", number))
+        found = sql.SQL("SELECT count(*) FROM ONLY {} t WHERE {} AND {}").format(
+            relation(table.name), rule, there("t", number)
+        )
         held: sql.Composable = sql.SQL("0::bigint")
         if table.references:
             condition = sql.SQL("{} AND {}").format(rule, there("t", number))
@@ -1417,7 +1450,9 @@ def survey(tables: Sequence[Table]) -> sql.Composed:
             starts = [
                 sql.SQL("SELECT {} FROM {} x JOIN ONLY {} t ON {} WHERE {} AND {}").format(
                     selected(table),
-                    sql.SQL("ONLY {}").format(relation(reference.child)) if reference.own else relation(reference.child),
+                    sql.SQL("ONLY {}").format(relation(reference.child))
+                    if reference.own
+                    else relation(reference.child),
                     relation(table.name),
                     names(reference.pairs, "x", "t"),
                     condition,
@@ -1745,7 +1780,9 @@ class Phase:
         if verdict is Verdict.RECONNECT:
             return self.reconnect(failure)
         if verdict is Verdict.SMALLER and self.limit == 1 and error.sqlstate == "57014" and not self.by_pages:
-            self.begin(by_pages=True)  # the index may lead through too many rows of no interest before the first that is
+            self.begin(
+                by_pages=True
+            )  # the index may lead through too many rows of no interest before the first that is
         self.limit = self.limit if verdict is Verdict.RETRY else max(1, self.limit // 4)
         self.limits.interrupts.sleep(min(0.05 * 2**self.failures, 2.0))
         return None
@@ -1961,7 +1998,7 @@ def uptime() -> float:
 
 
 def boot_id() -> str:
-    """Which start of this machine it is; empty if that cannot be known. A sandboxed unit passes it as a variable (%b)."""
+    """Which start of this machine it is; empty if that cannot be known. A sandboxed unit passes it as a variable."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as stream:
             return stream.read().strip().replace("-", "")
@@ -2024,7 +2061,9 @@ class State:
 
 def replace_file(path: str, content: str) -> None:
     """Put the content in the file's place at once, mode 0644: a reader sees the old file or the new one."""
-    with tempfile.NamedTemporaryFile("w", dir=os.path.dirname(path), prefix=".session-retention-", delete=False) as stream:
+    with tempfile.NamedTemporaryFile(
+        "w", dir=os.path.dirname(path), prefix=".session-retention-", delete=False
+    ) as stream:
         try:
             stream.write(content)
             stream.flush()
@@ -2095,11 +2134,13 @@ def require_primary(session: Session) -> None:
     row = session.connection.execute(query).fetchone()
     assert row is not None
     if row[0]:
-        raise UnavailableError("the server is not the primary: it is a standby, in recovery; point database.conninfo at the primary")
+        raise UnavailableError(
+            "the server is not the primary: it is a standby, in recovery; point database.conninfo at the primary"
+        )
     if row[1]:
         raise UnavailableError(
-            "the server is read-only (default_transaction_read_only is on), as an administrator or a full disk leaves it;"
-            " make it writable again"
+            "the server is read-only (default_transaction_read_only is on), as an administrator or a full disk"
+            " leaves it; make it writable again"
         )
 
 
@@ -2276,7 +2317,9 @@ def report_phase(job: Job, outcome: Outcome, seconds: float, blockers: set[str])
         "STOP_REASON": outcome.stop_reason,
     }
     if outcome.error:
-        job.log.emit(PHASE_FAILED, "phase failed", SQLSTATE=outcome.error.sqlstate, ERROR=outcome.error.message, **counts)
+        job.log.emit(
+            PHASE_FAILED, "phase failed", SQLSTATE=outcome.error.sqlstate, ERROR=outcome.error.message, **counts
+        )
         return
     ended = "finished successfully" if outcome.stop_reason == "drained" else f"stopped ({outcome.stop_reason})"
     job.log.emit(PHASE_COMPLETED, f"Cleanup {ended}. Removed rows: {outcome.deleted:,}.", **counts)
@@ -2297,7 +2340,7 @@ def report_job(job: Job, result: Result) -> None:
 
 
 def dry_run(job: Job) -> Result:
-    """What a run would delete now: the same predicates and the same clock, in read-only transactions, on a standby too."""
+    """What a run would delete now: the same predicates and clock, in read-only transactions, on a standby too."""
     result = Result(job.log.job_run_id, Exit.OK)
     try:
         connect(job)
@@ -2361,7 +2404,7 @@ def give_up_root() -> None:
 
 
 def read_credential() -> str | None:
-    """The systemd credential db-password, if there is one. Read before root is given up: the file may be root's alone."""
+    """The systemd credential db-password, if there is one. Read before root is given up: it may be root's alone."""
     directory = os.environ.get("CREDENTIALS_DIRECTORY")
     if not directory:
         return None
@@ -2416,7 +2459,9 @@ def run_command(arguments: argparse.Namespace) -> Exit:
         try:
             result = dry_run(job) if arguments.verb == "dry-run" else run(job)
         except StoppedError:
-            result = Result(log.job_run_id, Exit.OK, outcomes=[Outcome(policy, stop_reason="signal") for policy in policies])
+            result = Result(
+                log.job_run_id, Exit.OK, outcomes=[Outcome(policy, stop_reason="signal") for policy in policies]
+            )
         finally:
             session.close()
     if arguments.json:
@@ -2486,9 +2531,21 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     }.items():
         verbs.add_argument(f"--{verb}", dest="verb", action="store_const", const=verb, help=text)
     parser.add_argument("-c", "--config", metavar="FILE", default=DEFAULT_CONFIG, help="default %(default)s")
-    parser.add_argument("--policy", metavar="NAME", action="append", default=[], help="only this policy; repeatable; with a run or --dry-run")
-    parser.add_argument("--json", action="store_true", help="the result of --once or --dry-run as JSON on stdout; the log goes to stderr")
-    parser.add_argument("-v", "--verbose", action="store_true", help="also log each step of isolating a row that cannot go")
+    parser.add_argument(
+        "--policy",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="only this policy; repeatable; with a run or --dry-run",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="the result of --once or --dry-run as JSON on stdout; the log goes to stderr",
+    )
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="also log each step of isolating a row that cannot go"
+    )
     parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
     parser.set_defaults(verb="scheduled")
     arguments = parser.parse_args(argv)
