@@ -1,0 +1,31 @@
+"""The same comparison with the model, thousands of times, on larger cases and with other ones each time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import survivors
+from hypothesis import HealthCheck, given, settings
+from lab import Database, Program
+
+_made: dict[tuple[bool, str], Database] = {}
+
+
+@settings(
+    max_examples=int(os.environ.get("RETENTION_EXAMPLES", "5000")),
+    print_blob=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(case=survivors.cases(largest=10))
+def test_a_run_leaves_what_the_model_leaves(
+    case: survivors.Case, new_database: Callable[[], Database], program: Program
+) -> None:
+    """As in tests/database; a failure prints what reproduces it. RETENTION_EXAMPLES sets how many."""
+    key = case.indexed, case.references
+    if key not in _made:
+        _made[key] = survivors.prepare(new_database(), indexed=case.indexed, references=case.references)
+    seen, foreseen = survivors.observe(_made[key], program, case)
+    assert seen == foreseen
