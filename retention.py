@@ -590,9 +590,9 @@ class Interrupts:
 
     def ask(self, _number: int, _frame: FrameType | None) -> None:
         again, self.requested = self.requested, True
+        signal.setitimer(signal.ITIMER_REAL, 0.01 if again and not self.cancelled else self.GRACE)
         if self.waiting:
             raise StoppedError
-        signal.setitimer(signal.ITIMER_REAL, 0.01 if again and not self.cancelled else self.GRACE)
 
     def overdue(self, _number: int, _frame: FrameType | None) -> None:
         if self.waiting or (self.statement and self.cancelled):
@@ -613,6 +613,12 @@ class Interrupts:
             yield
         finally:
             self.waiting = False
+
+    def patience(self) -> dt.timedelta:
+        """How long a last statement may take: after a signal, what is left until the batch in flight would be ended."""
+        if not self.requested:
+            return dt.timedelta.max
+        return dt.timedelta(seconds=signal.getitimer(signal.ITIMER_REAL)[0])
 
     def sleep(self, seconds: float) -> None:
         with contextlib.suppress(StoppedError), self.wait():
@@ -727,6 +733,8 @@ class Session:
         try:
             with connection.transaction():
                 connection.execute(self.prologue(schema, settings or {}, timeout))
+                if not snapshot:  # a deferred key would speak up at COMMIT and take the whole batch along
+                    connection.execute("SET CONSTRAINTS ALL IMMEDIATE")
                 yield connection
         finally:
             self.interrupts.statement = None
@@ -751,8 +759,7 @@ class Session:
         }
         lines = [sql.SQL("SET LOCAL {} = {};").format(sql.Identifier(key), sql.Literal(ours[key])) for key in ours]
         path = sql.SQL("SET LOCAL search_path = pg_catalog, {}, public, pg_temp;").format(sql.Identifier(schema))
-        # a deferred key would speak up at COMMIT and take the whole batch along
-        return sql.SQL("\n").join([*lines, path, sql.SQL("SET CONSTRAINTS ALL IMMEDIATE;")])
+        return sql.SQL("\n").join([*lines, path])
 
 
 class Verdict(enum.Enum):
@@ -816,13 +823,19 @@ def describe(error: psycopg.Error) -> str:
         condition = psycopg.errors.lookup(state).__name__
     except KeyError:
         condition = "error"
-    names = [
-        f"table {diag.table_name}" if diag.table_name else "",
-        f"constraint {diag.constraint_name}" if diag.constraint_name else "",
+    table, constraint = public_name(diag, diag.table_name), public_name(diag, diag.constraint_name)
+    function = re.search(r"function (\w[\w.]*)\(", diag.context or "")
+    parts = [
+        table and f"table {table}",
+        constraint and f"constraint {constraint}",
+        function and f"function {function[1]}",
     ]
-    if diag.context:
-        names += [f"function {name}" for name in re.findall(r"function (\w[\w.]*)\(", diag.context)[:1]]
-    return ", ".join([condition, *filter(None, names)])
+    return ", ".join([condition, *filter(None, parts)])
+
+
+def public_name(diag: psycopg.errors.Diagnostic, name: str | None) -> str | None:
+    """The name, unless a function may have put a row's value in its place (RAISE … USING TABLE = …)."""
+    return name if name and (not diag.context or re.fullmatch(r"[A-Za-z_][\w$]*", name)) else None
 
 
 def policy_failure(error: psycopg.Error) -> PolicyFailedError:
@@ -1440,7 +1453,9 @@ def survey(tables: Sequence[Table]) -> sql.Composed:
     for number, table in enumerate(tables):
         rule = predicate(table, "t", f"p{number}_")
         found = sql.SQL("SELECT count(*) FROM ONLY {} t WHERE {} AND {}").format(
-            relation(table.name), rule, there("t", number)
+            relation(table.name),
+            predicate(table, "t", f"p{number}_", ordered=table.indexed),
+            there("t", number),
         )
         held: sql.Composable = sql.SQL("0::bigint")
         if table.references:
@@ -1600,6 +1615,10 @@ class Limits:
     window: float
     interrupts: Interrupts
 
+    @property
+    def end(self) -> float:
+        return min(self.share, self.window)
+
     def reached(self, progressed: bool) -> str | None:
         """The stop reason; the budget always leaves a phase its first batch, the night window does not."""
         now = time.monotonic()
@@ -1730,7 +1749,7 @@ class Phase:
                 self.begin(by_pages=True)
             elif batch.deleted and not (self.position.done and not self.seeds):
                 wait = seconds if self.pause is None else self.pause / UNITS["s"]
-                self.limits.interrupts.sleep(min(wait, self.limits.share - time.monotonic()))
+                self.limits.interrupts.sleep(min(wait, self.limits.end - time.monotonic()))
         return None
 
     def execute(self, seeds: list[str], limit: int, *, delete: bool = True) -> Batch:
@@ -1771,7 +1790,7 @@ class Phase:
                 return None
             refused = Verdict.BLOCKED if error.sqlstate in FOREIGN_KEY else Verdict.ISOLATE
             if refused is Verdict.BLOCKED:
-                self.blockers.update(filter(None, [error.diag.constraint_name]))
+                self.blockers.update(filter(None, [public_name(error.diag, error.diag.constraint_name)]))
             else:
                 self.refusal = self.refusal or failure
             with contextlib.suppress(psycopg.Error):  # then the row is tried, and found, once more
@@ -2023,6 +2042,7 @@ class State:
         self.path = path
         self.log = log
         self.policies: dict[str, LastRun] = {}
+        self.writable = bool(path)
         if not path:
             return
         try:
@@ -2049,12 +2069,13 @@ class State:
             self.save()
 
     def save(self) -> None:
-        if not self.path:
+        if not self.writable:
             return
         document = {"policy": {name: dataclasses.asdict(last) for name, last in self.policies.items()}}
         try:
             replace_file(self.path, tomli_w.dumps(document))
         except OSError as error:
+            self.writable = False  # said once
             text = f"{self.path}: {error.strerror}; the next run goes without the brakes of this one"
             self.log.emit(STATE_FAILED, "state not written", ERROR=text)
 
@@ -2080,9 +2101,8 @@ def replace_file(path: str, content: str) -> None:
 
 # What a cutoff may gain on the time that passed: the timer's random delay, a late night, a leap of the calendar.
 BRAKE_SLACK = dt.timedelta(days=1)
-# For counting what a stopped or failed phase leaves; after a signal the whole program has 5 seconds.
+# For counting what a stopped or failed phase leaves.
 COUNT_TIMEOUT = dt.timedelta(seconds=5)
-COUNT_TIMEOUT_SIGNAL = dt.timedelta(seconds=1)
 
 
 def brake(last: LastRun | None, policy: Policy, now: dt.datetime) -> None:
@@ -2175,33 +2195,41 @@ def run(job: Job) -> Result:
         connect(job)
         require_primary(job.session)
         result.now = read_clock(job.session, job.config.database.max_clock_skew)
+        tables = [inspect_safely(job, policy) for policy in job.policies]
     except StoppedError:
         result.outcomes = [Outcome(policy, stop_reason="signal") for policy in job.policies]
         for outcome in result.outcomes:
             report_phase(job, outcome, 0.0, set())
-        report_job(job, result)
-        return result
     except (RetentionError, psycopg.Error) as error:
-        failure = error if isinstance(error, RetentionError) else UnavailableError(describe(error), error.sqlstate)
-        key = "database"
-        result.exit_status = Exit.UNAVAILABLE if isinstance(failure, UnavailableError) else Exit.FAILED
-        result.errors = [(key, failure.message)]
-        job.log.emit(JOB_FAILED, "job failed", ERROR=failure.message, SQLSTATE=failure.sqlstate)
+        run_failed(result, error)
+        job.log.emit(JOB_FAILED, "job failed", ERROR=result.errors[0][1], SQLSTATE=getattr(error, "sqlstate", None))
         return result
-    tables = [inspect_safely(job, policy) for policy in job.policies]
+    else:
+        run_phases(job, tables, result.now, result)
+    if any(outcome.error for outcome in result.outcomes):
+        result.exit_status = Exit.FAILED
+    report_job(job, result)
+    return result
+
+
+def run_failed(result: Result, error: RetentionError | psycopg.Error) -> None:
+    """Note what stopped the whole run: a server that cannot be used, or clocks that disagree."""
+    message = error.message if isinstance(error, RetentionError) else describe(error)
+    result.exit_status = Exit.FAILED if isinstance(error, RunFailedError) else Exit.UNAVAILABLE
+    result.errors = [("database", message)]
+
+
+def run_phases(job: Job, tables: Sequence[Table | PolicyFailedError], now: dt.datetime, result: Result) -> None:
+    """The phases in order. What one leaves of its share of the budget, the next ones have."""
     reached = {name for table in tables if isinstance(table, Table) for name in table.cascades}
-    cutoffs = {f"CUTOFF_{policy.name.upper()}": format_time(result.now - policy.keep) for policy in job.policies}
+    cutoffs = {f"CUTOFF_{policy.name.upper()}": format_time(now - policy.keep) for policy in job.policies}
     job.log.emit(JOB_STARTED, "job started", **cutoffs, CASCADES=", ".join(sorted(reached)) or None)
     state = State(job.config.metrics.state, job.log)
     for number, (policy, table) in enumerate(zip(job.policies, tables, strict=True)):
         remaining = job.budget_end - time.monotonic()
         share = time.monotonic() + max(0.0, remaining) / (len(tables) - number)
         limits = Limits(share, job.window_end, job.interrupts)
-        result.outcomes.append(run_phase(job, policy, table, result.now, limits, state))
-    if any(outcome.error for outcome in result.outcomes):
-        result.exit_status = Exit.FAILED
-    report_job(job, result)
-    return result
+        result.outcomes.append(run_phase(job, policy, table, now, limits, state))
 
 
 def inspect_safely(job: Job, policy: Policy) -> Table | PolicyFailedError:
@@ -2266,12 +2294,13 @@ def connect_again(job: Job, limits: Limits) -> None:
 
 def count_what_stays(phase: Phase, outcome: Outcome) -> None:
     """Fill in backlog and its parts: from the last pass if it was finished, else by a count with a time limit."""
-    if outcome.stop_reason not in ("drained", "locked") or (outcome.error and outcome.error is not phase.refusal):
-        signalled = outcome.stop_reason == "signal"
+    finished = outcome.stop_reason in ("drained", "locked") and outcome.error is phase.refusal
+    if not finished:
+        timeout = min(COUNT_TIMEOUT, phase.limits.interrupts.patience())
+        if phase.session.connection is None or timeout < COUNT_TIMEOUT / 50:
+            return
         try:
-            if phase.session.connection is None:
-                return
-            phase.count_rest(COUNT_TIMEOUT_SIGNAL if signalled else COUNT_TIMEOUT)
+            phase.count_rest(timeout)
         except (psycopg.Error, StoppedError):
             return
     tally = phase.tally
@@ -2346,9 +2375,7 @@ def dry_run(job: Job) -> Result:
         connect(job)
         result.now = read_clock(job.session, job.config.database.max_clock_skew)
     except (RetentionError, psycopg.Error) as error:
-        failure = error if isinstance(error, RetentionError) else UnavailableError(describe(error), error.sqlstate)
-        result.exit_status = Exit.UNAVAILABLE if isinstance(failure, UnavailableError) else Exit.FAILED
-        result.errors = [("database", failure.message)]
+        run_failed(result, error)
         return result
     inspected: list[Table] = []
     for policy in job.policies:
