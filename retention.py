@@ -1132,7 +1132,6 @@ def index_walk(table: Table) -> Walk:
     parts = {
         "age": Name(table.age),
         "position": sql.SQL(f"(%(age)s::{table.age_type}, %(tid)s::tid)"),
-        "start": sql.SQL(f"%(age)s::{table.age_type}"),
         "end": sql.SQL(f"%(bound)s::{table.age_type}"),
         "beyond": sql.SQL("<" if descending else ">"),
         "behind": sql.SQL(">=" if descending else "<="),
@@ -1141,12 +1140,11 @@ def index_walk(table: Table) -> Walk:
     return Walk(
         "index",
         descending,
-        # the first comparison is the one that the index serves
-        sql.SQL("t.{age} {beyond}= {start} AND (t.{age}, t.ctid) {beyond} {position}").format(**parts),
+        # an index serves a comparison of rows by its leading column
+        sql.SQL("(t.{age}, t.ctid) {beyond} {position}").format(**parts),
         sql.SQL("t.{age} {direction}, t.ctid {direction}").format(**parts),
         sql.SQL(
-            "t.{age} <= COALESCE((SELECT age FROM last), {end})"
-            " AND (t.{age}, t.ctid) <= (COALESCE((SELECT age FROM last), {end}),"
+            "(t.{age}, t.ctid) <= (COALESCE((SELECT age FROM last), {end}),"
             " COALESCE((SELECT tid FROM last), '(4294967295,65535)'))"
         ).format(**parts),
         sql.SQL("(t.{age}, t.ctid) {behind} {position}").format(**parts),
