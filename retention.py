@@ -251,15 +251,18 @@ def read_name(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TableName:
+    """A table, by the names in the catalog; `written` is how the configuration calls it, and so do we."""
+
     schema: str
     name: str
+    written: str = field(default="", compare=False)
 
     @classmethod
     def read(cls, value: Any) -> TableName:
         """Read `name` or `schema.name` as SQL would: what is not in double quotes folds to lower case.
 
-        >>> TableName.read('Auth."Session.Log"')
-        TableName(schema='auth', name='Session.Log')
+        >>> TableName.read('Auth."Session.Log"') == TableName("auth", "Session.Log")
+        True
         """
         part = r'(?:"((?:[^"]|"")+)"|([^\W\d][\w$]*))'
         match = re.fullmatch(rf"\s*(?:{part}\s*\.\s*)?{part}\s*", text_of(value))
@@ -270,10 +273,12 @@ class TableName:
         def fold(quoted: str | None, plain: str | None) -> str | None:
             return quoted.replace('""', '"') if quoted else plain and re.sub("[A-Z]+", lambda m: m[0].lower(), plain)
 
-        return cls(read_name(fold(quoted_schema, schema) or "public"), read_name(fold(quoted, name)))
+        return cls(read_name(fold(quoted_schema, schema) or "public"), read_name(fold(quoted, name)), value.strip())
 
     def __str__(self) -> str:
-        """The name as SQL writes it."""
+        """The name as the configuration or, for others, as SQL writes it."""
+        if self.written:
+            return self.written
         plain = re.compile(r"[a-z_][a-z0-9_]*")
         return ".".join(
             part if plain.fullmatch(part) else '"{}"'.format(part.replace('"', '""'))
