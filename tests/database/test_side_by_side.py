@@ -1,0 +1,207 @@
+"""Other sessions at work on the same rows: a second instance, holders of locks, an online service that renews."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from chains import TABLE, load
+from lab import POLICIES, Database, Program, Result, configuration, until
+
+TOKENS = {"tokens": {**POLICIES["tokens_expired"], "title": "tokens"}}
+REFRESH = {"refresh": POLICIES["refresh"]}
+
+
+def expired(database: Database, rows: int, *, indexed: bool = True) -> None:
+    if not indexed:
+        database.execute("DROP INDEX ix_refresh_tokens_expires_at")
+    database.execute(
+        "INSERT INTO refresh_tokens (expires_at)"
+        " SELECT now() - interval '1 day' - i * interval '1 second' FROM generate_series(1, %s) i",
+        rows,
+    )
+
+
+def two_at_once(program: Program, config: dict[str, Any]) -> list[Result]:
+    """Two processes with one configuration; both had a share, or they were not at work at the same time."""
+    processes = [program.start(config, "--once", "--json"), program.start(None, "--once", "--json")]
+    results = [program.finish(process) for process in processes]
+    assert [result.returncode for result in results] == [0, 0], [result.output for result in results]
+    shares = [sum(policy["deleted"] for policy in result.policies.values()) for result in results]
+    assert min(shares) > 0, shares
+    return results
+
+
+@pytest.mark.parametrize("indexed", [True, False], ids=["index", "no index"])
+def test_two_instances_count_every_row_once(indexed: bool, systems: Database, program: Program) -> None:
+    """Two processes on one backlog: every row goes once and is counted once, and both end well."""
+    expired(systems, 20_000, indexed=indexed)
+    results = two_at_once(program, configuration(systems.conninfo, TOKENS, batch_size=100, pause="5ms"))
+    assert sum(result.policies["tokens"]["deleted"] for result in results) == 20_000
+    assert systems.count("refresh_tokens") == 0
+
+
+@pytest.mark.parametrize("indexed", [True, False], ids=["index", "no index"])
+def test_two_instances_finish_chains(indexed: bool, systems: Database, program: Program) -> None:
+    """Where parents and children are in the hands of both: nothing finished is left once both have ended."""
+    if indexed:
+        systems.execute(f"CREATE INDEX ON {TABLE} (updated_at)")
+    fate = load(systems, 20, 500)
+    results = two_at_once(program, configuration(systems.conninfo, REFRESH, batch_size=100, pause="5ms"))
+    assert sum(result.policies["refresh"]["deleted"] for result in results) == len(fate.finished)
+    assert {row[0] for row in systems.execute(f"SELECT id FROM {TABLE}")} == fate.staying
+    assert {result.policies["refresh"]["undeletable"] for result in results} == {0}
+
+
+LOCKS = ["FOR UPDATE", "FOR NO KEY UPDATE", "FOR SHARE", "FOR KEY SHARE"]
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+@pytest.mark.parametrize("indexed", [True, False], ids=["index", "no index"])
+def test_rows_that_another_session_holds_are_left(
+    indexed: bool, lock: str, systems: Database, program: Program
+) -> None:
+    """Whatever the lock, the run does not wait: it leaves these rows as backlog, takes the others and ends well."""
+    expired(systems, 1000, indexed=indexed)
+    other = systems.connect(autocommit=False)
+    held = other.execute(f"SELECT id FROM refresh_tokens WHERE id % 100 = 7 {lock}").fetchall()
+    result = program.inside(configuration(systems.conninfo, TOKENS, batch_size=30), "--once", "--json")
+    tokens = result.policies["tokens"]
+    assert (result.returncode, tokens["stop_reason"], tokens["error"]) == (0, "locked", None)
+    assert (tokens["deleted"], tokens["backlog"], tokens["blocked"], tokens["undeletable"]) == (990, 10, 0, 0)
+    assert result.json["stop_reason"] == "locked"
+    assert systems.execute("SELECT id FROM refresh_tokens ORDER BY 1") == held
+
+
+@pytest.mark.parametrize("indexed", [True, False], ids=["index", "no index"])
+def test_the_ancestors_of_a_held_session_wait_with_it(indexed: bool, systems: Database, program: Program) -> None:
+    """A finished chain whose end is held: its other rows cannot go before it; the next run takes them all."""
+    if indexed:
+        systems.execute(f"CREATE INDEX ON {TABLE} (updated_at)")
+    systems.execute(
+        f"INSERT INTO {TABLE} (id, parent_session_id, status, updated_at)"
+        " SELECT md5(i::text)::uuid, CASE WHEN i > 1 THEN md5((i - 1)::text)::uuid END, 'Rotated',"
+        " now() - interval '200 days' + i * interval '1 day' FROM generate_series(1, 20) i"
+    )
+    other = systems.connect(autocommit=False)
+    other.execute(f"SELECT 1 FROM {TABLE} WHERE id = md5('15')::uuid FOR UPDATE")
+    result = program.inside(configuration(systems.conninfo, REFRESH, batch_size=4), "--once", "--json")
+    refresh = result.policies["refresh"]
+    assert (result.returncode, refresh["deleted"], refresh["backlog"]) == (0, 5, 15)
+    assert refresh["undeletable"] == 0
+    other.rollback()
+    result = program.inside(None, "--once", "--json")
+    assert (result.returncode, result.policies["refresh"]["deleted"]) == (0, 15)
+
+
+@pytest.mark.parametrize("indexed", [True, False], ids=["index", "no index"])
+def test_a_row_renewed_during_the_run_stays(indexed: bool, systems: Database, program: Program) -> None:
+    """Held when the run comes by, renewed and committed while it goes on: the row stays, and is no backlog any more."""
+    expired(systems, 500, indexed=indexed)
+    other = systems.connect(autocommit=False)
+    other.execute("UPDATE refresh_tokens SET expires_at = now() + interval '1 day' WHERE id IN (1, 250, 500)")
+    process = program.start(configuration(systems.conninfo, TOKENS, batch_size=50, pause="20ms"), "--once", "--json")
+    until(lambda: systems.count("refresh_tokens") < 500, "a first batch")
+    other.commit()
+    result = program.finish(process)
+    tokens = result.policies["tokens"]
+    assert (result.returncode, tokens["deleted"], tokens["backlog"]) == (0, 497, 0)
+    assert systems.execute("SELECT id FROM refresh_tokens ORDER BY 1") == [(1,), (250,), (500,)]
+
+
+@pytest.mark.parametrize("indexed", [True, False], ids=["index", "no index"])
+def test_a_row_freed_during_the_run_goes(indexed: bool, systems: Database, program: Program) -> None:
+    """Rows that were held when the run came by are not mistaken for the end: free again, they go in the same run."""
+    expired(systems, 500, indexed=indexed)
+    other = systems.connect(autocommit=False)
+    other.execute("SELECT 1 FROM refresh_tokens WHERE id <= 25 OR id > 475 FOR UPDATE")
+    process = program.start(configuration(systems.conninfo, TOKENS, batch_size=10, pause="20ms"), "--once", "--json")
+    until(lambda: systems.count("refresh_tokens") < 450, "some batches")
+    other.rollback()
+    result = program.finish(process)
+    assert (result.returncode, result.policies["tokens"]["deleted"]) == (0, 500)
+
+
+def service(database: Database, keys: list[Any], work: Callable[[Any, Any], bool]) -> tuple[threading.Event, Any, Any]:
+    """A thread that works on the keys in random order, one transaction each; what succeeded, when it is joined."""
+    stop, done = threading.Event(), []
+    connection = database.connect()
+    random.Random(1).shuffle(keys)
+
+    def run() -> None:
+        for key in keys:
+            if stop.is_set():
+                break
+            if work(connection, key):
+                done.append(key)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return stop, thread, done
+
+
+def finish(process: subprocess.Popen[str], stop: threading.Event, thread: threading.Thread) -> Result:
+    try:
+        return Program.finish(process)
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("indexed", [True, False], ids=["index", "no index"])
+def test_no_renewed_session_is_lost(indexed: bool, systems: Database, program: Program) -> None:
+    """A service that revives old sessions all the while: each that it got hold of is there, as it left it."""
+    if indexed:
+        systems.execute(f"CREATE INDEX ON {TABLE} (updated_at)")
+    systems.execute(
+        f"INSERT INTO {TABLE} (status, updated_at)"
+        " SELECT 'Revoked', now() - interval '100 days' - i * interval '1 second' FROM generate_series(1, 20000) i"
+    )
+
+    def renew(connection: Any, key: Any) -> bool:
+        change = f"UPDATE {TABLE} SET status = 'Active', updated_at = now() WHERE id = %s"
+        return bool(connection.execute(change, (key,)).rowcount)
+
+    keys = [row[0] for row in systems.execute(f"SELECT id FROM {TABLE}")]
+    stop, thread, renewed = service(systems, keys, renew)
+    process = program.start(configuration(systems.conninfo, REFRESH, batch_size=500), "--once", "--json")
+    result = finish(process, stop, thread)
+    assert result.returncode == 0, result.output
+    deleted = result.policies["refresh"]["deleted"]
+    assert deleted > 0
+    assert renewed
+    assert set(renewed) <= {row[0] for row in systems.execute(f"SELECT id FROM {TABLE} WHERE status = 'Active'")}
+    assert systems.count(TABLE) == 20_000 - deleted
+
+
+@pytest.mark.parametrize("indexed", [True, False], ids=["index", "no index"])
+def test_a_child_born_during_the_run_keeps_its_parent(indexed: bool, systems: Database, program: Program) -> None:
+    """A service that lets old sessions have children: the run neither fails nor counts a parent as undeletable."""
+    if indexed:
+        systems.execute(f"CREATE INDEX ON {TABLE} (updated_at)")
+    systems.execute(
+        f"INSERT INTO {TABLE} (status, updated_at)"
+        " SELECT 'Rotated', now() - interval '100 days' - i * interval '1 second' FROM generate_series(1, 20000) i"
+    )
+
+    def rotate(connection: Any, key: Any) -> bool:
+        child = (
+            f"INSERT INTO {TABLE} (parent_session_id, status, updated_at)"
+            f" SELECT id, 'Active', now() FROM {TABLE} WHERE id = %s FOR KEY SHARE"
+        )
+        return bool(connection.execute(child, (key,)).rowcount)
+
+    keys = [row[0] for row in systems.execute(f"SELECT id FROM {TABLE}")]
+    stop, thread, parents = service(systems, keys, rotate)
+    process = program.start(configuration(systems.conninfo, REFRESH, batch_size=500), "--once", "--json")
+    result = finish(process, stop, thread)
+    refresh = result.policies["refresh"]
+    assert (result.returncode, refresh["undeletable"]) == (0, 0), result.output
+    assert refresh["deleted"] > 0
+    assert parents
+    assert set(parents) == {row[0] for row in systems.execute(f"SELECT id FROM {TABLE} WHERE status = 'Rotated'")}
+    assert refresh["deleted"] == 20_000 - len(parents)
