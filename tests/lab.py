@@ -333,7 +333,9 @@ class Listener:
     def __init__(self, directory: pathlib.Path) -> None:
         self.directory = directory
         self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.bind(str(directory / ".s.PGSQL.5432"))
+        path = directory / ".s.PGSQL.5432"
+        self.socket.bind(str(path))
+        path.chmod(0o777)
         self.socket.listen(64)
 
     @property
