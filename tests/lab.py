@@ -361,6 +361,11 @@ _FIELD = r'[a-z][A-Za-z0-9]*=(?:"(?:[^"\\\n]|\\.)*"|[^\s"]+)'
 LINE = re.compile(rf"\[(\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d)\] \[(INFO|ERROR)\] ([^\n]*?)((?: {_FIELD})+)")
 
 
+def _unescape(match: re.Match[str]) -> str:
+    code = match[1]
+    return chr(int(code[1:], 16)) if len(code) > 1 else {"n": "\n", "t": "\t", "r": "\r"}.get(code, code)
+
+
 @dataclass
 class Line:
     """One line of the log in its line form."""
@@ -378,7 +383,7 @@ class Line:
         for pair in re.findall(_FIELD, match[4]):
             key, _, value = pair.partition("=")
             assert key not in fields, f"{key} twice: {text!r}"
-            fields[key] = re.sub(r"\\(.)", r"\1", value[1:-1]) if value.startswith('"') else value
+            fields[key] = re.sub(r"\\(x[0-9a-f]{2}|.)", _unescape, value[1:-1]) if value.startswith('"') else value
         return cls(match[1], match[2], match[3], fields)
 
     @property

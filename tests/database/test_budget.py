@@ -352,6 +352,16 @@ def test_a_table_lock_that_is_never_released_fails_its_policy_alone(systems: Dat
     assert (result.policies["tokens_expired"]["deleted"], result.policies["tokens_expired"]["error"]) == (10, None)
 
 
+def test_retries_do_not_outstay_the_budget(systems: Database, program: Program) -> None:
+    """A batch that the budget's end finds failing may end; it is not begun again and again after that."""
+    fill(systems, sicr=100)
+    on_delete(systems, "PERFORM pg_sleep(60)")
+    config = configuration(systems.conninfo, database={"statement_timeout": "1500ms"}, max_run_duration="4s")
+    result = program(config, "--once", "--json", timeout=12)
+    assert result.returncode in (0, 1)
+    assert systems.count(SICR) == 100
+
+
 def test_a_real_deadlock_is_survived(systems: Database, program: Program) -> None:
     """Two sessions that wait for each other: the server ends one of them, and the purge goes on."""
     fill(systems, sicr=10)
@@ -426,9 +436,7 @@ def assert_unavailable(result: Result, word: str) -> None:
 
 def test_once_tries_an_unreachable_server_once(listener: Listener, program: Program) -> None:
     """An operator gets the answer at once, whatever connect_retry says."""
-    process = program.start(
-        configuration(listener.conninfo, database={"connect_retry": "10m"}), "--once", "--json"
-    )
+    process = program.start(configuration(listener.conninfo, database={"connect_retry": "10m"}), "--once", "--json")
     listener.accept().close()
     assert_unavailable(program.finish(process, 20), "server")
     assert listener.untouched
@@ -500,7 +508,7 @@ def standby(systems: Database) -> Iterator[tuple[Database, Any]]:
         shutil.chown(directory, "postgres", "postgres")
     directory.chmod(0o755)
     data = directory / "data"
-    source = ["--host", systems.server.directory, "--username=postgres", "--checkpoint=fast", "--no-sync"]
+    source = ["--host", str(systems.server.directory), "--username=postgres", "--checkpoint=fast", "--no-sync"]
     subprocess.run(
         as_postgres(binaries() / "pg_basebackup", "--pgdata", data, "--write-recovery-conf", *source),
         check=True,

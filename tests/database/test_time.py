@@ -29,7 +29,7 @@ MOMENTS = """
 def moments(database: Database, cutoff_near: str) -> str:
     """Fill the three tables around a cut-off that lies within the half hour before, or after, a midnight UTC.
 
-    Returns the retention. Near midnight a zone that leaks into the comparison moves a date, at whatever hour the test runs.
+    Returns the retention. Near midnight a zone that leaks in moves a date, at whatever hour the test runs.
     """
     minutes = int(database.value("SELECT extract(epoch FROM now() - date_trunc('day', now(), 'UTC')) / 60"))
     minutes += {"before": 30, "after": DAY // 60 - 30}[cutoff_near]

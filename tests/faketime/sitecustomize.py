@@ -1,11 +1,13 @@
-"""For programs under libfaketime 0.9.10: it refuses (EINVAL) an absolute sleep on a clock it leaves alone, as time.sleep does."""
+"""For programs under libfaketime 0.9.10, which refuses (EINVAL) the way in which time.sleep sleeps."""
+
+from __future__ import annotations
 
 import select
 import time
 
 
-def _sleep(seconds: float) -> None:
+def _sleep(seconds: float, /) -> None:
     select.select([], [], [], seconds)
 
 
-time.sleep = _sleep
+time.sleep = _sleep  # type: ignore[assignment]

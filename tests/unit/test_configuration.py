@@ -273,8 +273,8 @@ def test_an_empty_file_has_no_policy(program: Program, listener: Listener) -> No
         (b'[run]\nbatch_size = 5000\npause = "0s\n', 3, ""),
         (b'[run]\npause = "0s"\npause = "1s"\n', 3, "pause|overwrite|twice|dup"),
         (b"[run]\n[run]\n", 2, "run|twice|dup"),
-        (b'[run]\nbatch_size = 5_000_\n', 2, ""),
-        (b'\xef\xbb\xbf[run]\nbatch_size = 5000\n', 1, "BOM|byte.order"),
+        (b"[run]\nbatch_size = 5_000_\n", 2, ""),
+        (b"\xef\xbb\xbf[run]\nbatch_size = 5000\n", 1, "BOM|byte.order"),
         ('[run]\n# Größe\npause = "1s"\n'.encode("latin-1"), 2, "UTF-8"),
         ('[run]\npause = "1s"\n'.encode("utf-16"), 1, "UTF-8"),
     ],
@@ -337,6 +337,19 @@ def test_a_wrong_conninfo_does_not_show_its_password(program: Program, listener:
     assert SECRET not in program.inside(None, "--print-config").output
 
 
+@pytest.mark.parametrize("password", ["a@{}", "a@b:{}", "a/{}", "5432/{}", "a?{}", "a#{}", "a:{}@b"])
+def test_a_password_that_a_uri_takes_for_something_else_is_not_shown(
+    program: Program, listener: Listener, password: str
+) -> None:
+    """Forgotten percent signs make a part of the password look like a host, a port or a database; it stays secret."""
+    conninfo = f"postgresql://job:{password.format(SECRET)}@nowhere.invalid/auth"
+    config = changed(listener, "database.conninfo", conninfo)
+    for arguments in (("--once", "--verbose"), ("--once", "--json"), ("--print-config",)):
+        result = program.inside(config, *arguments)
+        assert result.returncode in (0, 69, 78)
+        assert SECRET not in result.output, arguments
+
+
 @pytest.mark.parametrize("arguments", [("--once",), ("--dry-run",)], ids=" ".join)
 def test_with_json_the_faults_are_in_the_object(
     program: Program, listener: Listener, arguments: tuple[str, ...]
@@ -365,8 +378,10 @@ def normal(value: Any) -> Any:
     """A value of the configuration as it is meant: durations in milliseconds, tables with their schema."""
     units = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 604_800_000}
     if isinstance(value, dict):
-        return {key: f"public.{table}" if key == "table" and "." not in (table := str(item)) else normal(item)
-                for key, item in value.items()}
+        return {
+            key: f"public.{table}" if key == "table" and "." not in (table := str(item)) else normal(item)
+            for key, item in value.items()
+        }
     if isinstance(value, str) and re.fullmatch(r"(\d+(ms|[smhdw]))+", value):
         return sum(int(number) * units[unit] for number, unit in re.findall(r"(\d+)(ms|[smhdw])", value))
     return value
