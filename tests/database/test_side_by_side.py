@@ -205,3 +205,23 @@ def test_a_child_born_during_the_run_keeps_its_parent(indexed: bool, systems: Da
     assert parents
     assert set(parents) == {row[0] for row in systems.execute(f"SELECT id FROM {TABLE} WHERE status = 'Rotated'")}
     assert refresh["deleted"] == 20_000 - len(parents)
+
+
+@pytest.mark.parametrize("indexed", [True, False], ids=["index", "no index"])
+def test_a_service_that_touches_old_rows_is_no_failure(indexed: bool, systems: Database, program: Program) -> None:
+    """Rows changed under a batch, and still old: the run ends well, and what it could not get goes with the next."""
+    expired(systems, 20_000, indexed=indexed)
+
+    def touch(connection: Any, key: Any) -> bool:
+        change = "UPDATE refresh_tokens SET user_agent = 'seen' WHERE id = %s"
+        return bool(connection.execute(change, (key,)).rowcount)
+
+    stop, thread, touched = service(systems, list(range(1, 20_001)), touch)
+    process = program.start(configuration(systems.conninfo, TOKENS, batch_size=5000), "--once", "--json")
+    result = finish(process, stop, thread)
+    tokens = result.policies["tokens"]
+    assert (result.returncode, tokens["error"], tokens["undeletable"]) == (0, None, 0), result.output
+    assert touched
+    assert tokens["deleted"] == 20_000 - systems.count("refresh_tokens")
+    again = program.inside(None, "--once", "--json")
+    assert (again.returncode, systems.count("refresh_tokens")) == (0, 0)
