@@ -282,6 +282,19 @@ def test_a_stop_while_pausing(systems: Database, program: Program) -> None:
     assert_ended(log(result.stdout), "signal")
 
 
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+def test_a_signal_that_comes_when_all_is_done_changes_nothing(
+    systems: Database, program: Program, tmp_path: pathlib.Path, number: str
+) -> None:
+    """The run is over and said so: its exit status is not that of a program that was killed."""
+    fill(systems, sicr=10)
+    hook = f"import atexit, os, signal; atexit.register(lambda: os.kill(os.getpid(), signal.{number}))"
+    (tmp_path / "sitecustomize.py").write_text(hook)
+    result = program(configuration(systems.conninfo), "--once", env={"PYTHONPATH": str(tmp_path)})
+    assert log(result.stdout)[-1].fields["stopReason"] == "drained"
+    assert (result.returncode, result.stderr, systems.count(SICR)) == (0, "", 0)
+
+
 def test_a_stopped_server_process_does_not_hold_up_the_stop(systems: Database, program: Program) -> None:
     """A server that no longer answers, as over a dead network, is left to its own time-outs."""
     fill(systems, sicr=100)

@@ -204,6 +204,16 @@ def test_the_role_is_the_users_where_none_is_named(program: Program, machine: Ma
     program.finish(process)
 
 
+def test_a_relative_path_means_what_the_operator_meant(program: Program, machine: Machine) -> None:
+    """`--config config.toml` is where the command was given, not in the user's home."""
+    write(program, machine)
+    program.path = pathlib.Path(program.path.name)
+    prefix = (*machine.prefix, "env", "--chdir", str(machine.directory))
+    process = program.start(None, "--once", prefix=prefix)
+    machine.listener.accept().close()
+    assert program.finish(process).returncode == 69
+
+
 def test_a_configuration_that_the_user_may_not_read_is_refused(program: Program, machine: Machine) -> None:
     """A run by hand shows the fault that the timer's run would have."""
     write(program, machine)
