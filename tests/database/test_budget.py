@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
+import select
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -422,6 +426,59 @@ def test_a_connection_lost_between_batches_is_made_again(systems: Database, prog
     assert systems.count(SICR) == 0
 
 
+class CutAtCommit(threading.Thread):
+    """Stands between the program and the server, and cuts the connection at the COMMIT of one of the batches."""
+
+    def __init__(self, listener: Listener, server: Server, batch: int, *, committed: bool) -> None:
+        super().__init__(daemon=True)
+        self.listener, self.batch, self.committed = listener, batch, committed
+        self.path = str(server.directory / ".s.PGSQL.5432")
+        self.batches = 0
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError):  # the test is over
+            while True:
+                client = self.listener.accept(60)
+                server = socket.socket(socket.AF_UNIX)
+                server.connect(self.path)
+                threading.Thread(target=self.forward, args=(client, server), daemon=True).start()
+
+    def forward(self, client: socket.socket, server: socket.socket) -> None:
+        deleting = False
+        with client, server:
+            while True:
+                for source in select.select([client, server], [], [])[0]:
+                    data = source.recv(65536)
+                    if not data:
+                        return
+                    if source is client:
+                        deleting = deleting or b"DELETE" in data
+                        if deleting and b"COMMIT" in data:
+                            deleting, self.batches = False, self.batches + 1
+                            if self.batches == self.batch:
+                                if self.committed:
+                                    server.sendall(data)
+                                    server.recv(65536)
+                                return
+                    (server if source is client else client).sendall(data)
+
+
+@pytest.mark.parametrize("committed", [True, False], ids=["after", "before"])
+@pytest.mark.parametrize("batch", [1, 4, 10], ids=["first batch", "later batch", "last batch"])
+def test_a_connection_lost_at_commit_counts_what_is_gone(
+    systems: Database, listener: Listener, program: Program, batch: int, committed: bool
+) -> None:
+    """Nobody told us whether the COMMIT went through: the server is asked, and the counts are true either way."""
+    fill(systems, sicr=100)
+    proxy = CutAtCommit(listener, systems.server, batch, committed=committed)
+    proxy.start()
+    config = configuration(f"host={listener.directory} dbname={systems.name} user=retention", batch_size=10)
+    result = program.once(config)
+    assert proxy.batches >= batch, "the connection was cut"
+    assert (result.returncode, systems.count(SICR)) == (0, 0), result.output
+    assert result.policies["sicr"]["deleted"] == sum(batches(log(result.stderr))) == 100
+
+
 def test_a_connection_lost_again_and_again_fails_the_policy(systems: Database, program: Program) -> None:
     """Reconnecting is bounded too; the next policy gets a connection of its own."""
     fill(systems, sicr=10, tokens=10)
@@ -475,9 +532,9 @@ def test_a_scheduled_run_finds_the_server_that_came_back(
     process = program.start(configuration(conninfo, database={"connect_retry": "1m"}))
     listener.accept().close()
     listener.socket.close()
-    socket = listener.directory / ".s.PGSQL.5432"
-    socket.unlink()
-    socket.symlink_to(systems.server.directory / ".s.PGSQL.5432")
+    path = listener.directory / ".s.PGSQL.5432"
+    path.unlink()
+    path.symlink_to(systems.server.directory / ".s.PGSQL.5432")
     result = program.finish(process, 30)
     assert (result.returncode, systems.count(SICR)) == (0, 0), result.output
 

@@ -72,6 +72,21 @@ def test_a_scheduled_run_outside_the_window_says_so_and_connects_to_nothing(
     assert listener.untouched
 
 
+def exactly(clock: str) -> dict[str, str]:
+    """The environment in which it is, and stays, that time of the UTC day."""
+    return {**faketime(0), "FAKETIME": f"2026-01-01 {clock}", "TZ": "UTC"}
+
+
+def test_the_window_is_half_open(listener: Listener, program: Program) -> None:
+    """Its first instant belongs to it, its last does not."""
+    process = program.start(configuration(listener.conninfo, night_window_utc="02:00-05:00"), env=exactly("02:00:00"))
+    listener.accept().close()
+    assert program.finish(process, 20).returncode == 69
+    result = program(None, env=exactly("05:00:00"))
+    assert (result.returncode, [line.event for line in log(result.stdout)]) == (0, ["job_skipped"])
+    assert listener.untouched
+
+
 @pytest.mark.parametrize("verb", ["--once", "--dry-run"])
 def test_an_operators_run_does_not_ask_for_the_window(systems: Database, program: Program, verb: str) -> None:
     """`--once` and `--dry-run` work at noon."""
