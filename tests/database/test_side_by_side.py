@@ -168,7 +168,7 @@ def test_no_renewed_session_is_lost(indexed: bool, systems: Database, program: P
 
     keys = [row[0] for row in systems.execute(f"SELECT id FROM {TABLE}")]
     stop, thread, renewed = service(systems, keys, renew)
-    process = program.start(configuration(systems.conninfo, REFRESH, batch_size=500), "--once", "--json")
+    process = program.start(configuration(systems.conninfo, REFRESH, batch_size=5000), "--once", "--json")
     result = finish(process, stop, thread)
     assert result.returncode == 0, result.output
     deleted = result.policies["refresh"]["deleted"]
@@ -197,7 +197,7 @@ def test_a_child_born_during_the_run_keeps_its_parent(indexed: bool, systems: Da
 
     keys = [row[0] for row in systems.execute(f"SELECT id FROM {TABLE}")]
     stop, thread, parents = service(systems, keys, rotate)
-    process = program.start(configuration(systems.conninfo, REFRESH, batch_size=500), "--once", "--json")
+    process = program.start(configuration(systems.conninfo, REFRESH, batch_size=5000), "--once", "--json")
     result = finish(process, stop, thread)
     refresh = result.policies["refresh"]
     assert (result.returncode, refresh["undeletable"]) == (0, 0), result.output
