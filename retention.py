@@ -21,7 +21,6 @@ import contextlib
 import dataclasses
 import datetime as dt
 import enum
-import grp
 import json
 import logging
 import math
@@ -29,7 +28,6 @@ import os
 import pwd
 import re
 import signal
-import stat
 import sys
 import tempfile
 import threading
@@ -266,8 +264,8 @@ class TableName:
         """
         part = r'(?:"((?:[^"]|"")+)"|([^\W\d][\w$]*))'
         match = re.fullmatch(rf"\s*(?:{part}\s*\.\s*)?{part}\s*", text_of(value))
-        expect(match is not None)
-        assert match is not None
+        if not match:
+            raise ValueError
         quoted_schema, schema, quoted, name = match.groups()
 
         def fold(quoted: str | None, plain: str | None) -> str | None:
@@ -434,6 +432,9 @@ class Policy:
         assert keep is not None
         return keep
 
+    def cutoff(self, now: dt.datetime) -> dt.datetime:
+        return now - self.keep
+
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
@@ -509,8 +510,9 @@ def read_configuration(file: str) -> Configuration:
     except (RecursionError, ValueError):
         raise ConfigurationError(file, [("", "not valid TOML: nested too deeply, or a number too large")]) from None
     problems: Problems = []
-    for key in document.keys() - {*SECTIONS, "policy"}:
-        problems.append((key, f"unknown key; known here: {', '.join(SECTIONS)}, policy.<name>"))
+    for key in document:
+        if key not in (*SECTIONS, "policy"):
+            problems.append((key, f"unknown key; known here: {', '.join(SECTIONS)}, policy.<name>"))
     sections = {key: read_section(kind, key, document.get(key, {}), problems) for key, kind in SECTIONS.items()}
     tables = document.get("policy", {})
     if type(tables) is not dict:
@@ -524,15 +526,18 @@ def read_configuration(file: str) -> Configuration:
     return Configuration(file, **sections, policies=tuple(policy for policy in policies if policy))
 
 
+def secret_options() -> set[str]:
+    """The connection options that libpq itself would not show, and newer ones that an older libpq does not know."""
+    marked = {option.keyword.decode() for option in psycopg.pq.Conninfo.get_defaults() if option.dispchar == b"*"}
+    return marked | {"password", "sslpassword", "oauth_client_secret", "scram_client_key", "scram_server_key"}
+
+
 def mask_conninfo(conninfo: str) -> str:
-    """The connection string as keywords, with what libpq itself would not show replaced by asterisks."""
-    secret = {o.keyword.decode() for o in psycopg.pq.Conninfo.get_defaults() if o.dispchar == b"*"}
-    # newer options hold secrets that an older libpq does not know as such
-    secret |= {"password", "sslpassword", "oauth_client_secret", "scram_client_key", "scram_server_key"}
+    """The connection string as keywords, its secrets replaced by asterisks."""
+    secret = secret_options()
     given = psycopg.conninfo.conninfo_to_dict(conninfo)
-    return psycopg.conninfo.make_conninfo(
-        **{key: "********" if key in secret else value for key, value in given.items()}
-    )
+    masked = {key: "********" if key in secret else value for key, value in given.items()}
+    return psycopg.conninfo.make_conninfo(**masked)
 
 
 def show_section(section: Any) -> dict[str, Any]:
@@ -605,7 +610,7 @@ class Interrupts:
         if self.statement:
             self.cancelled = True
             # in a thread: asking the server opens a connection, which a dead network would block
-            threading.Thread(target=self.statement.cancel, daemon=True).start()
+            threading.Thread(target=cancel, args=[self.statement], daemon=True).start()
             signal.setitimer(signal.ITIMER_REAL, self.PATIENCE)
 
     @contextlib.contextmanager
@@ -628,6 +633,11 @@ class Interrupts:
     def sleep(self, seconds: float) -> None:
         with contextlib.suppress(StoppedError), self.wait():
             time.sleep(max(0.0, seconds))
+
+
+def cancel(connection: psycopg.Connection[Any]) -> None:
+    with contextlib.suppress(psycopg.Error):
+        connection.cancel()
 
 
 # Planner settings for statements that walk: with them the index or the page range is the only plan left, whatever the
@@ -684,9 +694,6 @@ class Session:
                 )
         except (psycopg.Error, OSError, UnicodeError) as error:
             raise UnavailableError(self.scrub(one_line(str(error))), getattr(error, "sqlstate", None)) from None
-        # the statements use TID range scans, which came with PostgreSQL 14
-        if self.connection.info.server_version < 140000:
-            raise UnavailableError("the server is older than PostgreSQL 14, which this program needs")
 
     def connect_until(self, deadline: float) -> None:
         """Connect, trying again until the deadline (monotonic seconds); the first try is always made."""
@@ -704,7 +711,7 @@ class Session:
     def scrub(self, text: str) -> str:
         """The text without any secret that the connection was made with."""
         given = psycopg.conninfo.conninfo_to_dict(self.options.conninfo)
-        secrets = [self.password, given.get("password"), given.get("sslpassword"), os.environ.get("PGPASSWORD")]
+        secrets = [self.password, os.environ.get("PGPASSWORD"), *(given.get(key) for key in secret_options())]
         for secret in filter(None, secrets):
             text = text.replace(str(secret), "********")
         return text
@@ -725,27 +732,33 @@ class Session:
     ) -> Iterator[psycopg.Connection[Any]]:
         """A transaction with our settings for it alone: read committed and writing, or one read-only `snapshot`.
 
-        Commits at the end. Lost connections raise psycopg.OperationalError; StoppedError may end it at any point when
-        a signal came and the server does not answer.
+        Commits at the end. A lost connection raises psycopg.OperationalError; StoppedError ends it when a signal has
+        cancelled its statement, or when a signal came and the server does not answer (then the connection is closed).
         """
         assert self.connection is not None
         connection = self.connection
-        connection.isolation_level = (
-            psycopg.IsolationLevel.REPEATABLE_READ if snapshot else psycopg.IsolationLevel.READ_COMMITTED
-        )
-        connection.read_only = snapshot
         self.interrupts.statement = connection
         try:
             with connection.transaction():
-                connection.execute(self.prologue(schema, settings or {}, timeout))
+                connection.execute(self.prologue(schema, settings or {}, snapshot, timeout))
                 if not snapshot:  # a deferred key would speak up at COMMIT and take the whole batch along
                     connection.execute("SET CONSTRAINTS ALL IMMEDIATE")
                 yield connection
+        except psycopg.errors.QueryCanceled:
+            if self.interrupts.requested:
+                raise StoppedError from None
+            raise
+        except StoppedError:
+            self.close()
+            raise
         finally:
             self.interrupts.statement = None
 
-    def prologue(self, schema: str, settings: Mapping[str, str], timeout: dt.timedelta | None) -> sql.Composed:
+    def prologue(
+        self, schema: str, settings: Mapping[str, str], snapshot: bool, timeout: dt.timedelta | None
+    ) -> sql.Composed:
         """SET LOCAL for everything that a role, a database or an environment may have set otherwise."""
+        mode = sql.SQL("REPEATABLE READ, READ ONLY" if snapshot else "READ COMMITTED, READ WRITE")
         limit = str((timeout or self.options.statement_timeout) // UNITS["ms"])
         ours = {
             "statement_timeout": limit,
@@ -764,7 +777,7 @@ class Session:
         }
         lines = [sql.SQL("SET LOCAL {} = {};").format(sql.Identifier(key), sql.Literal(ours[key])) for key in ours]
         path = sql.SQL("SET LOCAL search_path = pg_catalog, {}, public, pg_temp;").format(sql.Identifier(schema))
-        return sql.SQL("\n").join([*lines, path])
+        return sql.SQL("\n").join([sql.SQL("SET TRANSACTION ISOLATION LEVEL {};").format(mode), *lines, path])
 
 
 class Verdict(enum.Enum):
@@ -839,8 +852,8 @@ def describe(error: psycopg.Error) -> str:
 
 
 def public_name(diag: psycopg.errors.Diagnostic, name: str | None) -> str | None:
-    """The name, unless a function may have put a row's value in its place (RAISE … USING TABLE = …)."""
-    return name if name and (not diag.context or re.fullmatch(r"[A-Za-z_][\w$]*", name)) else None
+    """The name, unless a function ran: it may have put a row's value in its place (RAISE … USING TABLE = …)."""
+    return None if diag.context else name
 
 
 def policy_failure(error: psycopg.Error) -> PolicyFailedError:
@@ -884,15 +897,12 @@ class Table:
     references: tuple[Reference, ...]
     cascades: tuple[str, ...]  # tables from which a delete here takes rows along, by leave of allow_cascade
 
-    def cutoff(self, now: dt.datetime) -> dt.datetime:
-        return now - self.policy.keep
-
     def bound(self, now: dt.datetime) -> str:
         """The cutoff as a value of the column's type, for a strict comparison.
 
         A date is over at the next midnight UTC, so a date d is past the cutoff c when d + 1 day < c.
         """
-        cutoff = self.cutoff(now)
+        cutoff = self.policy.cutoff(now)
         if self.age_type == "date":
             return (cutoff - dt.timedelta(microseconds=1)).date().isoformat()
         return cutoff.astimezone(UTC).replace(tzinfo=None).isoformat()
@@ -903,14 +913,10 @@ KINDS_OF_RELATION = {
     "m": "a materialized view",
     "f": "a foreign table",
     "p": "a partitioned table",
-    "S": "a sequence",
-    "c": "a composite type",
-    "i": "an index",
-    "I": "an index",
 }
 AGE_TYPES = {1184: "timestamptz", 1114: "timestamp", 1082: "date"}  # fixed type oids of pg_catalog
-INTEGER_TYPES = (20, 21, 23)
-BOOLEAN_TYPE = 16
+# Of `only`: the type of the values in the file, and the SQL type to compare them in.
+COMPARED = {16: (bool, "boolean"), 20: (int, "bigint"), 21: (int, "bigint"), 23: (int, "bigint")}
 
 RELATION = """
 SELECT c.oid, c.relkind::text, c.relispartition,
@@ -933,6 +939,7 @@ SELECT r.attname, r.type::bigint, t.typtype = 'e', t.typcategory = 'S', pg_catal
                    JOIN pg_catalog.pg_class ic ON ic.oid = i.indexrelid
                    JOIN pg_catalog.pg_am am ON am.oid = ic.relam
                WHERE i.indrelid = %(oid)s AND i.indkey[0] = r.attnum AND am.amname = 'btree' AND i.indpred IS NULL
+                 AND i.indoption[0] IN (0, 3)  -- ASC NULLS LAST or DESC NULLS FIRST, in which a walk can go both ways
                  AND i.indisvalid AND i.indisready AND NOT i.indcheckxmin)
 FROM resolved r JOIN pg_catalog.pg_type t ON t.oid = r.type WHERE t.typtype <> 'd'
 """
@@ -1062,15 +1069,7 @@ def allow_list(policy: Policy, table: TableName, column: Column, values: list[An
                 f" correct {where}: {', '.join(column.labels)}",
                 "22P02",
             )
-    expected, comparison = (
-        (str, "text")
-        if column.enum or column.text
-        else (bool, "boolean")
-        if column.type == BOOLEAN_TYPE
-        else (int, "bigint")
-        if column.type in INTEGER_TYPES
-        else (None, "")
-    )
+    expected, comparison = (str, "text") if column.enum or column.text else COMPARED.get(column.type, (None, ""))
     if type(values[0]) is not expected:
         names = {str: "text", bool: "booleans", int: "whole numbers"}
         raise PolicyFailedError(
@@ -1131,48 +1130,36 @@ class Walk:
     passed: sql.Composed  # t was walked over before this batch
 
 
-def index_walk(table: Table) -> Walk:
-    """Along an index that leads with the age column, ties in the order of the heap, as the index itself has them."""
+# What differs between the walks, as SQL: `ahead`, `order`, `up_to_last` (asked of ascending walks only) and `passed`
+# (of descending ones only). An index serves a comparison of rows by its leading column, and has ties in the order of
+# the heap; ranges of pages are TID range scans.
+WALKS = {
+    "index": (
+        "(t.{age}, t.ctid) {beyond} (%(age)s::{type}, %(tid)s::tid)",
+        "t.{age} {direction}, t.ctid {direction}",
+        "(t.{age}, t.ctid) <= (COALESCE((SELECT age FROM last), %(bound)s::{type}),"
+        " COALESCE((SELECT tid FROM last), '(4294967295,65535)'))",
+        "(t.{age}, t.ctid) >= (%(age)s::{type}, %(tid)s::tid)",
+    ),
+    "pages": (
+        "t.ctid {beyond} %(tid)s::tid AND t.ctid {within} %(edge)s::tid",
+        "t.ctid {direction}",
+        "t.ctid <= COALESCE((SELECT tid FROM last), %(edge)s::tid)",
+        "t.ctid >= %(tid)s::tid",
+    ),
+}
+
+
+def walk_of(table: Table, name: str) -> Walk:
     descending = bool(table.references)
     parts = {
         "age": Name(table.age),
-        "position": sql.SQL(f"(%(age)s::{table.age_type}, %(tid)s::tid)"),
-        "end": sql.SQL(f"%(bound)s::{table.age_type}"),
-        "beyond": sql.SQL("<" if descending else ">"),
-        "behind": sql.SQL(">=" if descending else "<="),
-        "direction": sql.SQL("DESC" if descending else "ASC"),
-    }
-    return Walk(
-        "index",
-        descending,
-        # an index serves a comparison of rows by its leading column
-        sql.SQL("(t.{age}, t.ctid) {beyond} {position}").format(**parts),
-        sql.SQL("t.{age} {direction}, t.ctid {direction}").format(**parts),
-        sql.SQL(
-            "(t.{age}, t.ctid) <= (COALESCE((SELECT age FROM last), {end}),"
-            " COALESCE((SELECT tid FROM last), '(4294967295,65535)'))"
-        ).format(**parts),
-        sql.SQL("(t.{age}, t.ctid) {behind} {position}").format(**parts),
-    )
-
-
-def page_walk(table: Table) -> Walk:
-    """By ranges of pages (TID range scans), in the order of the heap."""
-    descending = bool(table.references)
-    parts = {
+        "type": sql.SQL(table.age_type),
         "beyond": sql.SQL("<" if descending else ">"),
         "within": sql.SQL(">=" if descending else "<"),
-        "behind": sql.SQL(">=" if descending else "<="),
         "direction": sql.SQL("DESC" if descending else "ASC"),
     }
-    return Walk(
-        "pages",
-        descending,
-        sql.SQL("t.ctid {beyond} %(tid)s::tid AND t.ctid {within} %(edge)s::tid").format(**parts),
-        sql.SQL("t.ctid {direction}").format(**parts),
-        sql.SQL("t.ctid <= COALESCE((SELECT tid FROM last), %(edge)s::tid)").format(**parts),
-        sql.SQL("t.ctid {behind} %(tid)s::tid").format(**parts),
-    )
+    return Walk(name, descending, *(sql.SQL(text).format(**parts) for text in WALKS[name]))
 
 
 def predicate(table: Table, alias: str = "t", policy: str = "", *, ordered: bool = False) -> sql.Composed:
@@ -1207,40 +1194,31 @@ def names(pairs: Iterable[tuple[str, str]], child: str, parent: str) -> sql.Comp
     return sql.SQL(" AND ").join(sql.SQL("{}.{} = {}.{}").format(row, Name(a), other, Name(b)) for a, b in pairs)
 
 
-def key_columns(table: Table) -> list[str]:
-    """The columns by which rows of this table name each other and are named, once each."""
-    pairs = [pair for r in table.references for pair in r.pairs]
-    own = [child for r in table.references if r.own for child, _ in r.pairs]
-    return list(dict.fromkeys([*own, *(parent for _, parent in pairs)]))
-
-
-def carried(table: Table) -> list[tuple[str, str]]:
-    """Key columns under the names that they have inside our statements, clear of `tid` and `age`."""
-    return [(f"c{number}", column) for number, column in enumerate(key_columns(table))]
-
-
-def inside(table: Table, reference: Reference) -> list[tuple[str, str]]:
-    """The reference's pairs under the names of `carried`."""
-    short = {column: name for name, column in carried(table)}
-    return [(short[a], short[b]) for a, b in reference.pairs]
+def carried(table: Table) -> dict[str, str]:
+    """The columns by which rows name each other and are named, and what our statements call them."""
+    own = [child for reference in table.references if reference.own for child, _ in reference.pairs]
+    named = [parent for reference in table.references for _, parent in reference.pairs]
+    return {column: f"c{number}" for number, column in enumerate(dict.fromkeys([*own, *named]))}
 
 
 def selected(table: Table, alias: str = "t") -> sql.Composed:
     """The address, the age and the key columns of a row."""
     row = sql.Identifier(alias)
     columns = [
-        sql.SQL("{}.{} AS {}").format(row, Name(column), sql.Identifier(name)) for name, column in carried(table)
+        sql.SQL("{}.{} AS {}").format(row, Name(column), sql.Identifier(name))
+        for column, name in carried(table).items()
     ]
     age = sql.SQL("{}.{} AS age").format(row, Name(table.age))
     return sql.SQL(", ").join([sql.SQL("{}.ctid AS tid").format(row), age, *columns])
 
 
-def named_by(table: Table, row: str, condition: sql.Composable) -> sql.Composed:
-    """The rows that `row` (of the table's own `carried` columns) names and that satisfy the condition; a lateral query.
+def parents_of(table: Table, row: str, condition: sql.Composable) -> sql.Composed:
+    """The rows that `row` (of `selected` columns) names and that satisfy the condition on t; for CROSS JOIN LATERAL.
 
     By the index of each parent key.
     """
-    short = {column: name for name, column in carried(table)}
+    short = carried(table)
+    none = sql.SQL("SELECT {} FROM ONLY {} t WHERE false").format(selected(table), relation(table.name))
     branches = [
         sql.SQL("SELECT {} FROM ONLY {} t WHERE {} AND {}").format(
             selected(table),
@@ -1251,7 +1229,7 @@ def named_by(table: Table, row: str, condition: sql.Composable) -> sql.Composed:
         for reference in table.references
         if reference.own
     ]
-    return sql.SQL(" UNION ALL ").join(branches)
+    return sql.SQL(" UNION ALL ").join([none, *branches])
 
 
 def simple_batch(table: Table, walk: Walk) -> sql.Composed:
@@ -1318,14 +1296,14 @@ def climbed(table: Table, walk: Walk) -> sql.Composed:
     return sql.SQL("""climb AS (
     SELECT {selected} FROM ONLY {table} t WHERE t.ctid = ANY (%(seeds)s::tid[]) AND {predicate}
     UNION
-    SELECT p.* FROM climb c CROSS JOIN LATERAL ({named}) p
+    SELECT p.* FROM climb c CROSS JOIN LATERAL ({parents}) p
 ), look AS MATERIALIZED (
     SELECT * FROM climb LIMIT %(limit)s::bigint
 )""").format(
         selected=selected(table),
         table=relation(table.name),
         predicate=predicate(table),
-        named=named_by(table, "c", condition),
+        parents=parents_of(table, "c", condition),
     )
 
 
@@ -1337,20 +1315,16 @@ def closed_batch(table: Table, walk: Walk, look: sql.Composed) -> sql.Composed:
     holds them; `kept` undoes the choice of those whose child could not be claimed. `freed` are rows behind the walk
     that a deleted row named: the last that held them may be gone.
     """
-    own = [(number, reference) for number, reference in enumerate(table.references) if reference.own]
-    edges = sql.SQL(" UNION ALL ").join(
-        sql.SQL("SELECT x.tid AS child, p.tid AS parent, {} AS reference FROM look x JOIN look p ON {}").format(
-            number, names(inside(table, reference), "x", "p")
-        )
-        for number, reference in own
-    )
-    short = {column: name for name, column in carried(table)}
+    short = carried(table)
+    edges: list[sql.Composable] = [sql.SQL("SELECT tid AS child, tid AS parent, 0 AS reference FROM look WHERE false")]
     joins, outside = [], []
     for number, reference in enumerate(table.references):
         known: sql.Composable = sql.SQL("0")
         by_key = names([(a, short[b]) for a, b in reference.pairs], "x", "p")
         child = relation(reference.child)
         if reference.own:
+            inner = names([(short[a], short[b]) for a, b in reference.pairs], "x", "p")
+            edges.append(sql.SQL("SELECT x.tid, p.tid, {} FROM look x JOIN look p ON {}").format(number, inner))
             joins.append(
                 sql.SQL(
                     "LEFT JOIN (SELECT parent, count(*) AS n FROM edge WHERE reference = {number} GROUP BY parent)"
@@ -1391,11 +1365,12 @@ WITH RECURSIVE {look}, edge AS MATERIALIZED (
     UNION
     SELECT e.parent FROM kept k JOIN edge e ON e.child = k.tid
 ), chosen AS MATERIALIZED (
-    SELECT tid FROM claim WHERE %(delete)s::boolean EXCEPT SELECT tid FROM kept
+    SELECT tid FROM claim EXCEPT SELECT tid FROM kept
 ), gone AS (
-    DELETE FROM ONLY {table} t WHERE t.ctid = ANY (ARRAY (SELECT tid FROM chosen)) RETURNING {selected}
+    DELETE FROM ONLY {table} t
+    WHERE t.ctid = ANY (ARRAY (SELECT tid FROM chosen WHERE %(delete)s::boolean)) RETURNING {selected}
 ), freed AS (
-    SELECT DISTINCT p.tid FROM gone g CROSS JOIN LATERAL ({named}) p
+    SELECT DISTINCT p.tid FROM gone g CROSS JOIN LATERAL ({parents}) p
     WHERE NOT EXISTS (SELECT FROM look l WHERE l.tid = p.tid)
 ), last AS (
     SELECT age, tid FROM look OFFSET %(limit)s::bigint - 1
@@ -1412,22 +1387,13 @@ SELECT (SELECT count(*) FROM look) AS looked,
        CASE WHEN (SELECT count(*) FROM gone) > 0 THEN pg_current_xact_id()::text END AS xid
 """).format(
         look=look,
-        edges=edges if own else sql.SQL("SELECT tid AS child, tid AS parent, 0 AS reference FROM look WHERE false"),
+        edges=sql.SQL(" UNION ALL ").join(edges),
         outside=sql.SQL(" ").join(outside),
         joins=sql.SQL(" ").join(joins),
         table=relation(table.name),
         predicate=predicate(table),
         selected=selected(table),
-        named=named_by(table, "g", sql.SQL("{} AND {}").format(predicate(table), walk.passed))
-        if own
-        else sql.SQL("SELECT NULL::tid AS tid WHERE false"),
-    )
-
-
-def rest_of_walk(table: Table, walk: Walk) -> sql.Composed:
-    """How many rows of the policy lie beyond the position of the walk."""
-    return sql.SQL("SELECT count(*) FROM ONLY {} t WHERE {} AND {}").format(
-        relation(table.name), walk.ahead, predicate(table, ordered=walk.name == "index")
+        parents=parents_of(table, "g", sql.SQL("{} AND {}").format(predicate(table), walk.passed)),
     )
 
 
@@ -1468,9 +1434,7 @@ def survey(tables: Sequence[Table]) -> sql.Composed:
             starts = [
                 sql.SQL("SELECT {} FROM {} x JOIN ONLY {} t ON {} WHERE {} AND {}").format(
                     selected(table),
-                    sql.SQL("ONLY {}").format(relation(reference.child))
-                    if reference.own
-                    else relation(reference.child),
+                    relation(reference.child),
                     relation(table.name),
                     names(reference.pairs, "x", "t"),
                     condition,
@@ -1480,10 +1444,8 @@ def survey(tables: Sequence[Table]) -> sql.Composed:
                 )
                 for reference in table.references
             ]
-            steps = (
-                sql.SQL("SELECT p.* FROM {} h CROSS JOIN LATERAL ({}) p").format(name, named_by(table, "h", condition))
-                if any(reference.own for reference in table.references)
-                else sql.SQL("SELECT h.* FROM {} h WHERE false").format(name)
+            steps = sql.SQL("SELECT p.* FROM {} h CROSS JOIN LATERAL ({}) p").format(
+                name, parents_of(table, "h", condition)
             )
             parts.append(sql.SQL("{} AS (({}) UNION {})").format(name, sql.SQL(" UNION ALL ").join(starts), steps))
         results.append(sql.SQL("({}), {}").format(found, held))
@@ -1529,10 +1491,12 @@ class Tally:
         if refused is None:
             self.left += stays
             self.missed += batch.claimed - batch.deleted
-        elif refused is Verdict.BLOCKED:
-            self.held += stays
+            return
+        self.left += stays - batch.claimed  # others hold these
+        if refused is Verdict.BLOCKED:
+            self.held += batch.claimed
         else:
-            self.undeletable += stays
+            self.undeletable += batch.claimed
 
 
 class AlongIndex:
@@ -1574,6 +1538,7 @@ class AcrossPages:
 
     FILL = 0.8  # of a batch: a range that overfills one is sorted again for the next
     WIDEST = 1024  # pages, 8 MiB: where little matches, a transaction stays short all the same
+    crowded = False
 
     def __init__(self, walk: Walk, pages: int, rows_per_page: float, limit: int) -> None:
         self.walk = walk
@@ -1590,10 +1555,6 @@ class AcrossPages:
     @property
     def parameters(self) -> dict[str, str]:
         return {"tid": self.tid, "edge": f"({self.edge},0)"}
-
-    @property
-    def crowded(self) -> bool:
-        return False
 
     def advance(self, batch: Batch, limit: int) -> None:
         if batch.last_tid is not None:
@@ -1666,14 +1627,10 @@ class Phase:
     def begin(self, *, by_pages: bool) -> None:
         """Start a pass, its counts from nothing."""
         self.by_pages = by_pages
-        self.walk = page_walk(self.table) if by_pages else index_walk(self.table)
+        self.walk = walk_of(self.table, "pages" if by_pages else "index")
         if self.table.references:
             self.walk_statement = closed_batch(self.table, self.walk, walked(self.table, self.walk))
-            self.climb_statement = (
-                closed_batch(self.table, self.walk, climbed(self.table, self.walk))
-                if any(reference.own for reference in self.table.references)
-                else self.walk_statement
-            )
+            self.climb_statement = closed_batch(self.table, self.walk, climbed(self.table, self.walk))
         else:
             self.walk_statement = self.climb_statement = simple_batch(self.table, self.walk)
         self.tally = Tally()
@@ -1711,7 +1668,6 @@ class Phase:
                     return "locked"
                 fruitless += 1  # once may be another session that changed the rows just then
                 if fruitless > 1:
-                    tally.left -= tally.missed
                     tally.undeletable += tally.missed
                     raise PolicyFailedError(
                         f"claimed {tally.missed}, deleted 0: the database reports no error and keeps the rows;"
@@ -1780,8 +1736,6 @@ class Phase:
         self, error: psycopg.Error, seeds: list[str], progress: Progress
     ) -> tuple[Batch, Verdict | None] | None:
         """Do what the error calls for: None to try again, a batch with the reason why its one row stays, or raise."""
-        if self.limits.interrupts.requested:
-            return None
         verdict = judge(error)
         failure = policy_failure(error)
         if verdict is Verdict.FAIL or self.failures >= self.RETRIES:
@@ -1826,7 +1780,8 @@ class Phase:
             assert row is not None
             if row[0] != "in progress":
                 return (batch, None) if row[0] == "committed" else None
-            self.limits.interrupts.sleep(0.1)
+            with self.limits.interrupts.wait():
+                time.sleep(0.1)
 
     def count_rest(self, timeout: dt.timedelta) -> None:
         """After a pass that did not finish: what is left of the policy, and how much of it is blocked, if time allows.
@@ -1929,13 +1884,14 @@ class Log:
         """Whether the stream is read by the journal, as systemd.exec(5) says of JOURNAL_STREAM."""
         try:
             status = os.fstat(self.stream.fileno())
-        except (OSError, ValueError):
+        except (AttributeError, OSError, ValueError):  # closed, or none at all
             return False
         return os.environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
 
     def emit(self, event: Event, message: str, **fields: object) -> None:
         """Log one event; a field that is None is left out. A failure to log is nobody's failure."""
         known = {"JOB_RUN_ID": self.job_run_id, **{key: value for key, value in fields.items() if value is not None}}
+        sent = False
         if self.send:
             with contextlib.suppress(Exception):
                 self.send(
@@ -1946,8 +1902,9 @@ class Log:
                     EVENT=event.name,
                     **{key: str(value) for key, value in known.items()},
                 )
-        if not (self.send and self.is_journal()):
-            moment = dt.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S")
+                sent = True
+        if not (sent and self.is_journal()):
+            moment = time.strftime("%Y-%m-%d %H:%M:%S")
             pairs = " ".join(f"{camel(key)}={format_value(value)}" for key, value in known.items())
             with contextlib.suppress(OSError, ValueError):
                 print(f"[{moment}] [{event.level.name}] {message} {pairs}", file=self.stream, flush=True)
@@ -1962,7 +1919,7 @@ class Outcome:
 
     policy: Policy
     cutoff: dt.datetime | None = None
-    deleted: int = 0
+    deleted: int | None = 0
     backlog: int | None = None
     blocked: int | None = None
     undeletable: int | None = None
@@ -2068,7 +2025,7 @@ class State:
         """Remember that the policy runs with this cutoff. A clock that went back is not remembered as progress."""
         last = self.policies.get(policy.name)
         if last is None or now >= last.now:
-            self.policies[policy.name] = LastRun(now, now - policy.keep, uptime(), boot_id())
+            self.policies[policy.name] = LastRun(now, policy.cutoff(now), uptime(), boot_id())
             self.save()
 
     def save(self) -> None:
@@ -2085,13 +2042,12 @@ class State:
 
 def replace_file(path: str, content: str) -> None:
     """Put the content in the file's place at once, mode 0644: a reader sees the old file or the new one."""
-    with tempfile.NamedTemporaryFile(
-        "w", dir=os.path.dirname(path), prefix=".session-retention-", delete=False
-    ) as stream:
+    directory = os.path.dirname(path)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=directory, prefix=".new-", delete=False) as stream:
         try:
             stream.write(content)
             stream.flush()
-            os.fchmod(stream.fileno(), stat.S_IRUSR | stat.S_IWUSR | stat.S_IRGRP | stat.S_IROTH)
+            os.fchmod(stream.fileno(), 0o644)
             os.fsync(stream.fileno())
             os.replace(stream.name, path)
         except BaseException:
@@ -2118,7 +2074,7 @@ def brake(last: LastRun | None, policy: Policy, now: dt.datetime) -> None:
     elapsed = now - last.now
     if last.boot_id and last.boot_id == boot_id():
         elapsed = min(elapsed, dt.timedelta(seconds=max(0.0, uptime() - last.uptime)))
-    cutoff = now - policy.keep
+    cutoff = policy.cutoff(now)
     if cutoff - last.cutoff > elapsed + BRAKE_SLACK:
         raise PolicyFailedError(
             f"the cutoff moved forward from {format_time(last.cutoff)} to {format_time(cutoff)}, by"
@@ -2152,9 +2108,12 @@ def read_clock(session: Session, allowed: dt.timedelta) -> dt.datetime:
 
 def require_primary(session: Session) -> None:
     """UnavailableError unless this server can be written to."""
-    query = "SELECT pg_is_in_recovery(), current_setting('default_transaction_read_only')::boolean"
     assert session.connection is not None
-    row = session.connection.execute(query).fetchone()
+    if session.connection.info.server_version < 140000:  # without TID range scans
+        raise UnavailableError("the server is older than PostgreSQL 14, which this program needs")
+    query = "SELECT pg_is_in_recovery(), current_setting('default_transaction_read_only')::boolean"
+    with session.transaction(snapshot=True) as connection:
+        row = connection.execute(query).fetchone()
     assert row is not None
     if row[0]:
         raise UnavailableError(
@@ -2225,7 +2184,7 @@ def run_failed(result: Result, error: RetentionError | psycopg.Error) -> None:
 def run_phases(job: Job, tables: Sequence[Table | PolicyFailedError], now: dt.datetime, result: Result) -> None:
     """The phases in order. What one leaves of its share of the budget, the next ones have."""
     reached = {name for table in tables if isinstance(table, Table) for name in table.cascades}
-    cutoffs = {f"CUTOFF_{policy.name.upper()}": format_time(now - policy.keep) for policy in job.policies}
+    cutoffs = {f"CUTOFF_{policy.name.upper()}": format_time(policy.cutoff(now)) for policy in job.policies}
     job.log.emit(JOB_STARTED, "job started", **cutoffs, CASCADES=", ".join(sorted(reached)) or None)
     state = State(job.config.metrics.state, job.log)
     for number, (policy, table) in enumerate(zip(job.policies, tables, strict=True)):
@@ -2249,7 +2208,7 @@ def run_phase(
     job: Job, policy: Policy, table: Table | PolicyFailedError, now: dt.datetime, limits: Limits, state: State
 ) -> Outcome:
     """One policy from phase_started to phase_completed or phase_failed; raises nothing."""
-    outcome = Outcome(policy, now - policy.keep)
+    outcome = Outcome(policy, policy.cutoff(now))
     started = time.monotonic()
     phase: Phase | None = None
     try:
@@ -2264,23 +2223,22 @@ def run_phase(
             f"Starting {policy.title or policy.name}.",
             PHASE=policy.name,
             TABLE=policy.table,
-            CUTOFF=format_time(now - policy.keep),
+            CUTOFF=format_time(policy.cutoff(now)),
             WALK=phase.walk.name,
         )
         if job.session.connection is None:  # lost in the phase before
             connect_again(job, limits)
         state.record(policy, now)
         outcome.stop_reason = phase.run(report_progress(job, policy))
-        outcome.error = phase.refusal
     except StoppedError:
         outcome.stop_reason = "signal"
-        job.session.close()
     except PolicyFailedError as error:
         outcome.error = error
     except psycopg.Error as error:
         outcome.error = policy_failure(error)
     if phase:
         outcome.deleted = phase.deleted
+        outcome.error = outcome.error or phase.refusal
         count_what_stays(phase, outcome)
     if outcome.error:
         outcome.stop_reason = "failed"
@@ -2382,7 +2340,7 @@ def dry_run(job: Job) -> Result:
         return result
     inspected: list[Table] = []
     for policy in job.policies:
-        outcome = Outcome(policy, result.now - policy.keep)
+        outcome = Outcome(policy, policy.cutoff(result.now), deleted=None)
         result.outcomes.append(outcome)
         table = inspect_safely(job, policy)
         try:
@@ -2425,8 +2383,7 @@ def give_up_root() -> None:
         user = pwd.getpwnam(USER)
     except KeyError:
         return
-    groups = [group.gr_gid for group in grp.getgrall() if USER in group.gr_mem]
-    os.setgroups([user.pw_gid, *groups])
+    os.initgroups(USER, user.pw_gid)
     os.setgid(user.pw_gid)
     os.setuid(user.pw_uid)
     os.environ.update(HOME=user.pw_dir, USER=USER, LOGNAME=USER)
@@ -2560,7 +2517,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "print-config": "the effective configuration as TOML, secrets masked",
     }.items():
         verbs.add_argument(f"--{verb}", dest="verb", action="store_const", const=verb, help=text)
-    parser.add_argument("-c", "--config", metavar="FILE", default=DEFAULT_CONFIG, help="default %(default)s")
+    parser.add_argument(
+        # absolute: giving up root changes the working directory
+        *("-c", "--config"),
+        metavar="FILE",
+        type=os.path.abspath,
+        default=DEFAULT_CONFIG,
+        help="default %(default)s",
+    )
     parser.add_argument(
         "--policy",
         metavar="NAME",
