@@ -895,6 +895,7 @@ class Table:
     only: tuple[tuple[str, str, list[Any]], ...]  # column, type of the parameter, values
     indexed: bool  # a walk in the order of age is cheap
     references: tuple[Reference, ...]
+    own_action: bool  # a self reference would delete or change children along with a parent
     cascades: tuple[str, ...]  # tables from which a delete here takes rows along, by leave of allow_cascade
 
     def bound(self, now: dt.datetime) -> str:
@@ -913,6 +914,8 @@ KINDS_OF_RELATION = {
     "m": "a materialized view",
     "f": "a foreign table",
     "p": "a partitioned table",
+    "S": "a sequence",
+    "r": "a parent of inheriting tables",
 }
 AGE_TYPES = {1184: "timestamptz", 1114: "timestamp", 1082: "date"}  # fixed type oids of pg_catalog
 # Of `only`: the type of the values in the file, and the SQL type to compare them in.
@@ -1019,7 +1022,7 @@ def inspect(session: Session, policy: Policy) -> Table:
             raise PolicyFailedError(f"table {name} does not exist; correct policy.{policy.name}.table", "42P01")
         oid, relkind, is_partition, has_children = relations[0]
         if relkind != "r" or is_partition or has_children:
-            kind = "a partition" if is_partition else KINDS_OF_RELATION.get(relkind, "a parent of inheriting tables")
+            kind = "a partition" if is_partition else KINDS_OF_RELATION.get(relkind, "no table")
             remedy = (
                 "partitions are not purged by this version"
                 if is_partition or relkind in "rp"
@@ -1044,7 +1047,7 @@ def inspect(session: Session, policy: Policy) -> Table:
         only = tuple(
             allow_list(policy, name, column("only", key), values) for key, values in (policy.only or {}).items()
         )
-        references = find_references(ask, oid)
+        references, own_action = find_references(ask, oid)
         if policy.parent_column:
             column("parent_column", policy.parent_column)
             if not any(r.own and [child for child, _ in r.pairs] == [policy.parent_column] for r in references):
@@ -1055,7 +1058,9 @@ def inspect(session: Session, policy: Policy) -> Table:
                 f"deleting from {name} would also delete or change rows of {', '.join(cascades)} (a foreign key with a"
                 f" delete action); if that is meant, set policy.{policy.name}.allow_cascade = true"
             )
-        return Table(policy, name, age.name, AGE_TYPES[age.type], only, age.indexed, tuple(references), cascades)
+        return Table(
+            policy, name, age.name, AGE_TYPES[age.type], only, age.indexed, tuple(references), own_action, cascades
+        )
 
 
 def allow_list(policy: Policy, table: TableName, column: Column, values: list[Any]) -> tuple[str, str, list[Any]]:
@@ -1083,16 +1088,20 @@ def allow_list(policy: Policy, table: TableName, column: Column, values: list[An
 Ask = Callable[..., list[tuple[Any, ...]]]
 
 
-def find_references(ask: Ask, oid: int) -> list[Reference]:
-    """The foreign keys that keep rows: our own of any action, and others that refuse, where this role may read them."""
-    found = []
+def find_references(ask: Ask, oid: int) -> tuple[list[Reference], bool]:
+    """The foreign keys that keep rows: our own of any action, and others that refuse, where this role may read them.
+
+    And whether one of our own has an action.
+    """
+    found, own_action = [], False
     for name, schema, relation, own, action, child_columns, parent_columns, readable in ask(REFERENCES, oid=oid):
-        if not own and (action not in "ar" or not readable):
-            continue  # a cascade is judged apart; what cannot be read is found by isolation
-        child = TableName(schema, relation)
-        ((indexed,),) = ask(CHILD_INDEX, schema=schema, name=relation, columns=child_columns)
-        found.append(Reference(name, child, tuple(zip(child_columns, parent_columns, strict=True)), own, indexed))
-    return found
+        refuses = action in ("a", "r")  # NO ACTION, RESTRICT
+        own_action |= own and not refuses
+        if own or (refuses and readable):  # a cascade is judged apart; what cannot be read is found by isolation
+            ((indexed,),) = ask(CHILD_INDEX, schema=schema, name=relation, columns=child_columns)
+            pairs = tuple(zip(child_columns, parent_columns, strict=True))
+            found.append(Reference(name, TableName(schema, relation), pairs, own, indexed))
+    return found, own_action
 
 
 def reference_by_key(policy: Policy, table: TableName, ask: Ask, oid: int) -> Reference:
@@ -1255,7 +1264,8 @@ SELECT (SELECT count(*) FROM ONLY {table} t WHERE {ahead} AND {up_to_last} AND {
        (SELECT tid::text FROM last) AS last_tid,
        '{{}}'::text[] AS freed,
        '{{}}'::bigint[] AS held_by,
-       CASE WHEN (SELECT count(*) FROM gone) > 0 THEN pg_current_xact_id()::text END AS xid
+       CASE WHEN (SELECT count(*) FROM gone) > 0 THEN pg_current_xact_id()::text END AS xid,
+       ARRAY (SELECT tid::text FROM claim WHERE NOT %(delete)s::boolean) AS locked
 """).format(
         age=Name(table.age),
         table=relation(table.name),
@@ -1312,7 +1322,8 @@ def closed_batch(table: Table, walk: Walk, look: sql.Composed) -> sql.Composed:
 
     `edge` is who names whom inside the look, `counted` marks rows named from outside it (by a correlated count, which
     stays an index probe), `held` goes from these to all that they name in turn. Rows are locked only when nothing
-    holds them; `kept` undoes the choice of those whose child could not be claimed. `freed` are rows behind the walk
+    holds them and, where %(locked)s is given, only of these; `kept` undoes the choice of those whose child could not be
+    claimed. `freed` are rows behind the walk
     that a deleted row named: the last that held them may be gone.
     """
     short = carried(table)
@@ -1359,6 +1370,7 @@ WITH RECURSIVE {look}, edge AS MATERIALIZED (
 ), claim AS MATERIALIZED (
     SELECT t.ctid AS tid FROM ONLY {table} t
     WHERE t.ctid = ANY (ARRAY (SELECT tid FROM free)) AND {predicate}
+      AND (%(locked)s::tid[] IS NULL OR t.ctid = ANY (%(locked)s::tid[]))
     FOR UPDATE SKIP LOCKED
 ), kept (tid) AS (
     (SELECT tid FROM free EXCEPT SELECT tid FROM claim)
@@ -1384,7 +1396,8 @@ SELECT (SELECT count(*) FROM look) AS looked,
        (SELECT tid::text FROM last) AS last_tid,
        ARRAY (SELECT tid::text FROM freed) AS freed,
        ARRAY (SELECT DISTINCT held_by::bigint FROM counted WHERE held_by IS NOT NULL) AS held_by,
-       CASE WHEN (SELECT count(*) FROM gone) > 0 THEN pg_current_xact_id()::text END AS xid
+       CASE WHEN (SELECT count(*) FROM gone) > 0 THEN pg_current_xact_id()::text END AS xid,
+       ARRAY (SELECT tid::text FROM claim WHERE NOT %(delete)s::boolean) AS locked
 """).format(
         look=look,
         edges=sql.SQL(" UNION ALL ").join(edges),
@@ -1471,6 +1484,7 @@ class Batch:
     freed: list[str]
     held_by: list[int]
     xid: str | None
+    locked: list[str]  # addresses of the rows that were claimed, if none was to be deleted
 
 
 @dataclass(slots=True)
@@ -1721,10 +1735,17 @@ class Phase:
             "seeds": seeds,
             "limit": limit,
             "delete": delete,
+            "locked": None,
         }
         statement = self.climb_statement if seeds else self.walk_statement
         self.in_doubt = None
         with self.session.transaction(self.table.name.schema, WALKING) as connection:
+            if self.table.own_action and delete:
+                # A child that was committed after the statement began would not be seen, and go along with its parent.
+                # So lock first, which keeps new children out, and look again in a statement that sees what came before.
+                row = connection.execute(statement, {**parameters, "delete": False}).fetchone()
+                assert row is not None
+                parameters["locked"] = Batch(*row).locked
             row = connection.execute(statement, parameters).fetchone()
             assert row is not None
             batch = Batch(*row)
