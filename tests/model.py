@@ -86,7 +86,10 @@ def kept(sessions: Sequence[Session], matching: set[int]) -> set[int]:
 
 
 def outcome(rows: Rows, now: float, policies: Sequence[str]) -> Outcome:
-    """What the named policies leave when they run in that order at `now`."""
+    """What the named policies leave when they run in that order at `now`.
+
+    Beside those of the specifications there is `rotated`: Rotated sessions go after 60 days already.
+    """
     requests = {r.id: r for r in rows.requests}
     sessions = {s.id: s for s in rows.sessions}
     tokens = {t.id: t for t in rows.tokens}
@@ -97,9 +100,12 @@ def outcome(rows: Rows, now: float, policies: Sequence[str]) -> Outcome:
         if policy == "sicr":
             left = requests
             matching = {r.id for r in requests.values() if older(r.created_at, now - 30 * DAY)}
-        elif policy == "refresh":
+        elif policy in ("refresh", "rotated"):
             left = sessions
-            matching = {s.id for s in sessions.values() if s.status in TERMINAL and older(s.updated_at, now - 90 * DAY)}
+            statuses, days = (TERMINAL, 90) if policy == "refresh" else (("Rotated",), 60)
+            matching = {
+                s.id for s in sessions.values() if s.status in statuses and older(s.updated_at, now - days * DAY)
+            }
             blocked = kept(list(sessions.values()), matching)
         elif policy == "tokens_expired":
             left = tokens
