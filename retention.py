@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import datetime as dt
 import enum
+import io
 import json
 import logging
 import math
@@ -285,11 +286,18 @@ class TableName:
 
 
 def read_conninfo(value: Any) -> str:
+    conninfo = text_of(value)
     try:
-        psycopg.conninfo.conninfo_to_dict(text_of(value))
+        port = str(psycopg.conninfo.conninfo_to_dict(conninfo).get("port") or "")
     except psycopg.Error:
         raise ValueError from None  # libpq's own message quotes the string, and a password may be in it
-    return str(value)
+    if conninfo.startswith(("postgresql://", "postgres://")):
+        # A password that is not percent-encoded ends where libpq sees a delimiter; what is left of it passes for a
+        # host, a port or a database, which messages do show.
+        authority, _, rest = conninfo.partition("?")[0].partition("://")[2].partition("/")
+        expect(authority.count("@") <= 1 and "@" not in rest)
+    expect(re.fullmatch(r"[0-9,]*", port, re.ASCII) is not None)
+    return conninfo
 
 
 def read_only_lists(value: Any) -> dict[str, list[Any]]:
@@ -343,7 +351,11 @@ DURATION = duration_kind("0s or more", lambda _d: True)
 WHOLE_SECONDS = duration_kind(
     "whole seconds, 2s or more", lambda d: d % UNITS["s"] == ZERO and UNITS["s"] * 2 <= d <= dt.timedelta(days=24)
 )
-CONNINFO = Kind("a libpq connection string, keywords ('dbname=auth user=x') or URI ('postgresql://…')", read_conninfo)
+CONNINFO = Kind(
+    "a libpq connection string, keywords ('dbname=auth user=x') or URI ('postgresql://…', with @ : / in its parts"
+    " percent-encoded)",
+    read_conninfo,
+)
 SIZE = Kind("a whole number of rows, 1 to 1000000", read_size)
 BOOLEAN = Kind("true or false", lambda value: of_type(bool, value))
 WINDOW = Kind(
@@ -582,7 +594,8 @@ class Interrupts:
     GRACE = 3.0
     PATIENCE = 1.0
 
-    def __init__(self) -> None:
+    def __init__(self, *, final: bool = False) -> None:
+        self.final = final  # the process ends after this, and a late signal must not change its exit status
         self.requested = False
         self.waiting = False
         self.statement: psycopg.Connection[Any] | None = None
@@ -596,7 +609,7 @@ class Interrupts:
     def __exit__(self, *_exception: object) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self.before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if self.final else handler)
 
     def ask(self, _number: int, _frame: FrameType | None) -> None:
         again, self.requested = self.requested, True
@@ -713,6 +726,8 @@ class Session:
         given = psycopg.conninfo.conninfo_to_dict(self.options.conninfo)
         secrets = [self.password, os.environ.get("PGPASSWORD"), *(given.get(key) for key in secret_options())]
         for secret in filter(None, secrets):
+            if len(secret) < 4:  # replaced, it would be given away by the holes in ordinary words
+                continue
             text = text.replace(str(secret), "********")
         return text
 
@@ -842,7 +857,8 @@ def describe(error: psycopg.Error) -> str:
     except KeyError:
         condition = "error"
     table, constraint = public_name(diag, diag.table_name), public_name(diag, diag.constraint_name)
-    function = re.search(r"function (\w[\w.]*)\(", diag.context or "")
+    # the last line is the trigger itself; those before it may quote what a dynamic statement was made of
+    function = re.match(r'PL/\w+ function ([\w.$"]+)\(', (diag.context or "").rpartition("\n")[2])
     parts = [
         table and f"table {table}",
         constraint and f"constraint {constraint}",
@@ -851,9 +867,13 @@ def describe(error: psycopg.Error) -> str:
     return ", ".join([condition, *filter(None, parts)])
 
 
+# Of the server's source, as its errors name it: what checks constraints, and so names real ones.
+CHECKS = {"ri_ReportViolation", "_bt_check_unique", "check_exclusion_or_unique_constraint", "ExecConstraints"}
+
+
 def public_name(diag: psycopg.errors.Diagnostic, name: str | None) -> str | None:
-    """The name, unless a function ran: it may have put a row's value in its place (RAISE … USING TABLE = …)."""
-    return None if diag.context else name
+    """The name, unless a function may have put a row's value in its place (RAISE … USING TABLE = …)."""
+    return name if not diag.context or diag.source_function in CHECKS else None
 
 
 def policy_failure(error: psycopg.Error) -> PolicyFailedError:
@@ -1598,7 +1618,7 @@ class Limits:
         return min(self.share, self.window)
 
     def reached(self, progressed: bool) -> str | None:
-        """The stop reason; the budget always leaves a phase its first batch, the night window does not."""
+        """The stop reason; the budget leaves a phase that has not `progressed` its first batch, the window does not."""
         now = time.monotonic()
         if self.interrupts.requested:
             return "signal"
@@ -1774,6 +1794,12 @@ class Phase:
             with contextlib.suppress(psycopg.Error):  # then the row is tried, and found, once more
                 return self.execute(seeds, 1, delete=False), refused
         self.failures += 1
+        if (
+            time.monotonic() >= self.limits.end
+            and not self.progressed
+            and (verdict is not Verdict.SMALLER or self.limit == 1)
+        ):
+            raise failure from None  # a first batch is worth making smaller even then
         if verdict is Verdict.RECONNECT:
             return self.reconnect(failure)
         if verdict is Verdict.SMALLER and self.limit == 1 and error.sqlstate == "57014" and not self.by_pages:
@@ -1892,14 +1918,13 @@ class Log:
 
     @staticmethod
     def find_journal() -> Callable[..., None] | None:
-        if not os.path.exists(JOURNAL_SOCKET):
-            return None
-        try:
-            from systemd import journal
-        except ImportError:
-            return None
-        send: Callable[..., None] = journal.send
-        return send
+        if os.path.exists(JOURNAL_SOCKET):
+            with contextlib.suppress(Exception):  # not installed, broken, or another module of that name
+                from systemd import journal
+
+                send: Callable[..., None] = journal.send
+                return send
+        return None
 
     def is_journal(self) -> bool:
         """Whether the stream is read by the journal, as systemd.exec(5) says of JOURNAL_STREAM."""
@@ -2324,8 +2349,6 @@ def report_phase(job: Job, outcome: Outcome, seconds: float, blockers: set[str])
         "BLOCKED": outcome.blocked,
         "BLOCKED_BY": ", ".join(sorted(blockers)) or None,
         "UNDELETABLE": outcome.undeletable,
-        "DURATION_MS": round(seconds * 1000),
-        "STOP_REASON": outcome.stop_reason,
     }
     if outcome.error:
         job.log.emit(
@@ -2333,6 +2356,7 @@ def report_phase(job: Job, outcome: Outcome, seconds: float, blockers: set[str])
         )
         return
     ended = "finished successfully" if outcome.stop_reason == "drained" else f"stopped ({outcome.stop_reason})"
+    counts |= {"DURATION_MS": round(seconds * 1000), "STOP_REASON": outcome.stop_reason}
     job.log.emit(PHASE_COMPLETED, f"Cleanup {ended}. Removed rows: {outcome.deleted:,}.", **counts)
 
 
@@ -2461,7 +2485,7 @@ def run_command(arguments: argparse.Namespace) -> Exit:
             log.emit(JOB_SKIPPED, "outside the night window", NIGHT_WINDOW_UTC=config.run.night_window_utc)
             return Exit.OK
         window_end = started + remaining.total_seconds()
-    with Interrupts() as interrupts:
+    with Interrupts(final=arguments.final) as interrupts:
         session = Session(config.database, password, interrupts)
         job = Job(config, policies, log, interrupts, session, scheduled, started, window_end)
         try:
@@ -2473,7 +2497,7 @@ def run_command(arguments: argparse.Namespace) -> Exit:
         finally:
             session.close()
     if arguments.json:
-        print(result.json("would_delete" if arguments.verb == "dry-run" else "deleted"))
+        print(result.json("would_delete" if arguments.verb == "dry-run" else "deleted"), flush=True)
     elif arguments.verb == "dry-run":
         print_foresight(result)
     return result.exit_status
@@ -2563,7 +2587,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
     parser.set_defaults(verb="scheduled")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(argv, argparse.Namespace(final=argv is None))
     if arguments.json and arguments.verb not in ("once", "dry-run"):
         parser.error("--json goes with --once or --dry-run")
     if arguments.policy and arguments.verb == "print-config":
@@ -2582,17 +2606,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"{PROGRAM}: {error.message}", file=sys.stderr)
         return Exit.USAGE
+    except OSError as error:  # of a result that was asked for, not of the log
+        print(f"{PROGRAM}: the result could not be written: {error.strerror}", file=sys.stderr)
+        return Exit.FAILED
 
 
 def command() -> NoReturn:
     """The entry point: `main`, on streams that can print anything and may be closed under us."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     status = main()
     try:
         sys.stdout.flush()
-    except OSError:
+    except OSError:  # log lines for somebody who went away
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)
 
