@@ -87,3 +87,19 @@ def test_branching_chains_lose_their_finished_branches(indexed: bool, systems: D
     if indexed:
         systems.execute(f"CREATE INDEX ON {TABLE} (updated_at)")
     purge_and_compare(systems, program, load(systems, 20, 1000, branches=3), 777)
+
+
+@pytest.mark.parametrize("indexed", [True, False], ids=["index", "no index"])
+def test_sessions_that_name_each_other_go_together(indexed: bool, systems: Database, program: Program) -> None:
+    """Two finished sessions in a cycle, far apart in age and heap: nothing that stays needs them, so both go."""
+    if indexed:
+        systems.execute(f"CREATE INDEX ON {TABLE} (updated_at)")
+    systems.execute(
+        f"INSERT INTO {TABLE} (id, parent_session_id, status, updated_at) SELECT md5(i::text)::uuid,"
+        " CASE i WHEN 1 THEN md5('1000')::uuid WHEN 1000 THEN md5('1')::uuid END, 'Revoked',"
+        " now() - interval '200 days' + i * interval '1 minute' FROM generate_series(1, 1000) i"
+    )
+    config = configuration(systems.conninfo, REFRESH, batch_size=50)
+    foretold = program.inside(config, "--dry-run", "--json").policies["refresh"]["would_delete"]
+    refresh = program.inside(None, "--once", "--json").policies["refresh"]
+    assert (foretold, refresh["deleted"], refresh["backlog"]) == (1000, 1000, 0)
