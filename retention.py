@@ -35,7 +35,7 @@ import threading
 import time
 import tomllib
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -76,11 +76,22 @@ class RetentionError(Exception):
         return {"sqlstate": self.sqlstate, "message": self.message}
 
 
+CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(32), 127, *range(128, 160), 0x2028, 0x2029)}
+CONTROL_CHARACTERS |= {ord("\n"): "\\n", ord("\t"): "\\t", ord("\r"): "\\r"}
+
+
+def printable(text: str) -> str:
+    """The text on one line, without anything that a terminal would obey."""
+    return text.translate(CONTROL_CHARACTERS)
+
+
 class ConfigurationError(RetentionError):
     """The configuration is wrong; `problems` are pairs of key and explanation, all of them."""
 
     def __init__(self, file: str, problems: Sequence[tuple[str, str]]) -> None:
-        self.problems = [(key, f"{file}: {key}: {text}" if key else f"{file}: {text}") for key, text in problems]
+        self.problems = [
+            (key, printable(f"{file}: {key}: {text}" if key else f"{file}: {text}")) for key, text in problems
+        ]
         super().__init__("; ".join(text for _, text in self.problems))
 
 
@@ -613,7 +624,10 @@ class Interrupts:
 
     def ask(self, _number: int, _frame: FrameType | None) -> None:
         again, self.requested = self.requested, True
-        signal.setitimer(signal.ITIMER_REAL, 0.01 if again and not self.cancelled else self.GRACE)
+        if not again:
+            signal.setitimer(signal.ITIMER_REAL, self.GRACE)
+        elif not self.cancelled:
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
         if self.waiting:
             raise StoppedError
 
@@ -627,12 +641,15 @@ class Interrupts:
             signal.setitimer(signal.ITIMER_REAL, self.PATIENCE)
 
     @contextlib.contextmanager
-    def wait(self) -> Iterator[None]:
-        """Around whatever a signal may end at any point; raises StoppedError."""
+    def wait(self, *, urgent: bool = False) -> Iterator[None]:
+        """Around whatever a signal may end at any point; raises StoppedError, at once after a signal.
+
+        What is `urgent` is begun even then, and ended when the batch in flight would be.
+        """
+        if self.requested and not urgent:
+            raise StoppedError
         self.waiting = True
         try:
-            if self.requested:
-                raise StoppedError
             yield
         finally:
             self.waiting = False
@@ -691,11 +708,11 @@ class Session:
         self.interrupts = interrupts
         self.connection: psycopg.Connection[Any] | None = None
 
-    def connect(self) -> None:
+    def connect(self, *, urgent: bool = False) -> None:
         """Connect, once; UnavailableError says why not."""
         given: dict[str, Any] = {} if self.password is None else {"password": self.password}
         try:
-            with self.interrupts.wait():
+            with self.interrupts.wait(urgent=urgent):
                 self.connection = psycopg.connect(
                     self.options.conninfo,
                     autocommit=True,
@@ -739,13 +756,16 @@ class Session:
     @contextlib.contextmanager
     def transaction(
         self,
-        schema: str = "pg_catalog",
         settings: Mapping[str, str] | None = None,
         *,
+        schema: str | None = None,
         snapshot: bool = False,
         timeout: dt.timedelta | None = None,
     ) -> Iterator[psycopg.Connection[Any]]:
         """A transaction with our settings for it alone: read committed and writing, or one read-only `snapshot`.
+
+        A `schema` is for statements that fire triggers, whose functions may count on finding it and public. Everything
+        else looks up names in pg_catalog alone: in public, anybody's function may wait for us under a common name.
 
         Commits at the end. A lost connection raises psycopg.OperationalError; StoppedError ends it when a signal has
         cancelled its statement, or when a signal came and the server does not answer (then the connection is closed).
@@ -755,7 +775,7 @@ class Session:
         self.interrupts.statement = connection
         try:
             with connection.transaction():
-                connection.execute(self.prologue(schema, settings or {}, snapshot, timeout))
+                connection.execute(self.prologue(settings or {}, schema, snapshot, timeout))
                 if not snapshot:  # a deferred key would speak up at COMMIT and take the whole batch along
                     connection.execute("SET CONSTRAINTS ALL IMMEDIATE")
                 yield connection
@@ -770,7 +790,7 @@ class Session:
             self.interrupts.statement = None
 
     def prologue(
-        self, schema: str, settings: Mapping[str, str], snapshot: bool, timeout: dt.timedelta | None
+        self, settings: Mapping[str, str], schema: str | None, snapshot: bool, timeout: dt.timedelta | None
     ) -> sql.Composed:
         """SET LOCAL for everything that a role, a database or an environment may have set otherwise."""
         mode = sql.SQL("REPEATABLE READ, READ ONLY" if snapshot else "READ COMMITTED, READ WRITE")
@@ -791,8 +811,10 @@ class Session:
             **settings,
         }
         lines = [sql.SQL("SET LOCAL {} = {};").format(sql.Identifier(key), sql.Literal(ours[key])) for key in ours]
-        path = sql.SQL("SET LOCAL search_path = pg_catalog, {}, public, pg_temp;").format(sql.Identifier(schema))
-        return sql.SQL("\n").join([sql.SQL("SET TRANSACTION ISOLATION LEVEL {};").format(mode), *lines, path])
+        names = ("pg_catalog", *((schema, "public") if schema else ()), "pg_temp")
+        path = sql.SQL("SET LOCAL search_path = {};").format(sql.SQL(", ").join(map(sql.Identifier, names)))
+        isolation = sql.SQL("SET TRANSACTION ISOLATION LEVEL {};").format(mode)
+        return sql.SQL("\n").join([isolation, *lines, path])
 
 
 class Verdict(enum.Enum):
@@ -837,8 +859,10 @@ def judge(error: psycopg.Error) -> Verdict:
     state = error.sqlstate
     if state is None:
         return Verdict.RECONNECT if isinstance(error, psycopg.OperationalError) else Verdict.FAIL
-    raised_in_trigger = state[:2] not in ("40", "53", "55", "57", "08", "25") and bool(error.diag.context)
-    return VERDICTS.get(state) or VERDICTS.get(state[:2]) or (Verdict.ISOLATE if raised_in_trigger else Verdict.FAIL)
+    verdict = VERDICTS.get(state) or VERDICTS.get(state[:2]) or Verdict.FAIL
+    # in a function, that is a trigger, only what a retry cures is about anything but the row
+    curable = (Verdict.RETRY, Verdict.SMALLER)
+    return Verdict.ISOLATE if error.diag.context and verdict not in curable else verdict
 
 
 def describe(error: psycopg.Error) -> str:
@@ -848,8 +872,9 @@ def describe(error: psycopg.Error) -> str:
     the table, the constraint and the function are given.
     """
     state, diag = error.sqlstate, error.diag
-    if state is None:
-        return one_line(str(error)) or type(error).__name__
+    if state is None:  # the driver's own; libpq appends the whole of the server's last message to it
+        lost = isinstance(error, psycopg.OperationalError)
+        return "the connection to the server was lost" if lost else type(error).__name__
     if state[:2] in PUBLIC_CLASSES and not diag.context:
         return one_line(diag.message_primary or "")
     try:
@@ -895,11 +920,14 @@ def policy_failure(error: psycopg.Error) -> PolicyFailedError:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Something that keeps a row: `child` rows whose columns name it. `pairs` are (child column, our column)."""
+    """Something that keeps a row: `child` rows whose columns name it.
+
+    `pairs` are (child column, our column, operator): the operator by which the key itself compares, as SQL.
+    """
 
     name: str
     child: TableName
-    pairs: tuple[tuple[str, str], ...]
+    pairs: tuple[tuple[str, str, str], ...]
     own: bool  # child and parent are the same table
     indexed: bool  # a probe by the child columns is cheap
 
@@ -910,6 +938,8 @@ class Table:
 
     policy: Policy
     name: TableName
+    oid: int
+    triggers: str
     age: str
     age_type: str  # timestamptz, timestamp or date
     only: tuple[tuple[str, str, list[Any]], ...]  # column, type of the parameter, values
@@ -941,8 +971,10 @@ AGE_TYPES = {1184: "timestamptz", 1114: "timestamp", 1082: "date"}  # fixed type
 # Of `only`: the type of the values in the file, and the SQL type to compare them in.
 COMPARED = {16: (bool, "boolean"), 20: (int, "bigint"), 21: (int, "bigint"), 23: (int, "bigint")}
 
+# Foreign keys into a table are triggers on it, too: what its deletes set off is the same as long as this number is.
+TRIGGERS = "COALESCE((SELECT sum(g.oid::bigint) FROM pg_catalog.pg_trigger g WHERE g.tgrelid = %(oid)s::oid), 0)::text"
 RELATION = """
-SELECT c.oid, c.relkind::text, c.relispartition,
+SELECT c.oid::bigint, c.relkind::text, c.relispartition,
        EXISTS (SELECT FROM pg_catalog.pg_inherits i WHERE i.inhparent = c.oid)
 FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
 WHERE n.nspname = %(schema)s AND c.relname = %(name)s
@@ -966,9 +998,16 @@ SELECT r.attname, r.type::bigint, t.typtype = 'e', t.typcategory = 'S', pg_catal
                  AND i.indisvalid AND i.indisready AND NOT i.indcheckxmin)
 FROM resolved r JOIN pg_catalog.pg_type t ON t.oid = r.type WHERE t.typtype <> 'd'
 """
+# With the operator that is "equal" to its index (strategy 3 of a btree).
 PRIMARY_KEY = """
-SELECT a.attname::text FROM pg_catalog.pg_index i
+SELECT a.attname::text, format('OPERATOR(%%I.%%s)', n.nspname, o.oprname)
+FROM pg_catalog.pg_index i
     JOIN pg_catalog.pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = ANY (i.indkey)
+    JOIN pg_catalog.pg_opclass c ON c.oid = i.indclass[0]
+    JOIN pg_catalog.pg_amop m ON m.amopfamily = c.opcfamily AND m.amopstrategy = 3
+        AND m.amoplefttype = c.opcintype AND m.amoprighttype = c.opcintype
+    JOIN pg_catalog.pg_operator o ON o.oid = m.amopopr
+    JOIN pg_catalog.pg_namespace n ON n.oid = o.oprnamespace
 WHERE i.indrelid = %(oid)s AND i.indisprimary
 """
 # Foreign keys into the table. The rows of a partitioned child are found through the child itself.
@@ -978,6 +1017,10 @@ SELECT k.conname::text, n.nspname::text, c.relname::text, k.conrelid = k.confrel
              JOIN pg_catalog.pg_attribute a ON a.attrelid = k.conrelid AND a.attnum = u.attnum ORDER BY u.position),
        ARRAY(SELECT a.attname::text FROM unnest(k.confkey) WITH ORDINALITY AS u (attnum, position)
              JOIN pg_catalog.pg_attribute a ON a.attrelid = k.confrelid AND a.attnum = u.attnum ORDER BY u.position),
+       ARRAY(SELECT format('OPERATOR(%%I.%%s)', s.nspname, o.oprname)
+             FROM unnest(k.conpfeqop) WITH ORDINALITY AS u (oid, position)
+             JOIN pg_catalog.pg_operator o ON o.oid = u.oid
+             JOIN pg_catalog.pg_namespace s ON s.oid = o.oprnamespace ORDER BY u.position),
        NOT pg_catalog.row_security_active(k.conrelid)
            AND pg_catalog.has_schema_privilege(n.oid, 'USAGE')
            AND (SELECT bool_and(pg_catalog.has_column_privilege(k.conrelid, u.attnum, 'SELECT'))
@@ -1041,6 +1084,7 @@ def inspect(session: Session, policy: Policy) -> Table:
         if not relations:
             raise PolicyFailedError(f"table {name} does not exist; correct policy.{policy.name}.table", "42P01")
         oid, relkind, is_partition, has_children = relations[0]
+        ((triggers,),) = ask(f"SELECT {TRIGGERS}", oid=oid)
         if relkind != "r" or is_partition or has_children:
             kind = "a partition" if is_partition else KINDS_OF_RELATION.get(relkind, "no table")
             remedy = (
@@ -1070,7 +1114,7 @@ def inspect(session: Session, policy: Policy) -> Table:
         references, own_action = find_references(ask, oid)
         if policy.parent_column:
             column("parent_column", policy.parent_column)
-            if not any(r.own and [child for child, _ in r.pairs] == [policy.parent_column] for r in references):
+            if not any(r.own and [pair[0] for pair in r.pairs] == [policy.parent_column] for r in references):
                 references.append(reference_by_key(policy, name, ask, oid))
         cascades = tuple(str(TableName(*row)) for row in ask(CASCADES, oid=oid))
         if cascades and not policy.allow_cascade:
@@ -1079,7 +1123,17 @@ def inspect(session: Session, policy: Policy) -> Table:
                 f" delete action); if that is meant, set policy.{policy.name}.allow_cascade = true"
             )
         return Table(
-            policy, name, age.name, AGE_TYPES[age.type], only, age.indexed, tuple(references), own_action, cascades
+            policy=policy,
+            name=name,
+            oid=oid,
+            triggers=triggers,
+            age=age.name,
+            age_type=AGE_TYPES[age.type],
+            only=only,
+            indexed=age.indexed,
+            references=tuple(references),
+            own_action=own_action,
+            cascades=cascades,
         )
 
 
@@ -1114,13 +1168,13 @@ def find_references(ask: Ask, oid: int) -> tuple[list[Reference], bool]:
     And whether one of our own has an action.
     """
     found, own_action = [], False
-    for name, schema, relation, own, action, child_columns, parent_columns, readable in ask(REFERENCES, oid=oid):
+    for name, schema, child, own, action, columns, keys, operators, readable in ask(REFERENCES, oid=oid):
         refuses = action in ("a", "r")  # NO ACTION, RESTRICT
         own_action |= own and not refuses
         if own or (refuses and readable):  # a cascade is judged apart; what cannot be read is found by isolation
-            ((indexed,),) = ask(CHILD_INDEX, schema=schema, name=relation, columns=child_columns)
-            pairs = tuple(zip(child_columns, parent_columns, strict=True))
-            found.append(Reference(name, TableName(schema, relation), pairs, own, indexed))
+            ((indexed,),) = ask(CHILD_INDEX, schema=schema, name=child, columns=columns)
+            pairs = tuple(zip(columns, keys, operators, strict=True))
+            found.append(Reference(name, TableName(schema, child), pairs, own, indexed))
     return found, own_action
 
 
@@ -1135,7 +1189,7 @@ def reference_by_key(policy: Policy, table: TableName, ask: Ask, oid: int) -> Re
             " key that it could name; add one of the two, or leave parent_column out"
         )
     ((indexed,),) = ask(CHILD_INDEX, schema=table.schema, name=table.name, columns=[parent])
-    return Reference(parent, table, ((parent, key[0][0]),), True, indexed)
+    return Reference(parent, table, ((parent, *key[0]),), True, indexed)
 
 
 # ── Statements ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -1213,20 +1267,31 @@ def values(table: Table, bound: str, policy: str = "") -> dict[str, Any]:
     return {f"{policy}bound": bound, **lists}
 
 
+def unchanged(table: Table) -> sql.Composed:
+    """The table's triggers and foreign keys are those that were judged; a new one waits for our lock on the table."""
+    return sql.SQL(f"{TRIGGERS} = {{}}").format(sql.Literal(table.triggers))
+
+
 def relation(name: TableName) -> sql.Composed:
     return sql.SQL("{}.{}").format(Name(name.schema), Name(name.name))
 
 
-def names(pairs: Iterable[tuple[str, str]], child: str, parent: str) -> sql.Composed:
-    """`child` names `parent`, by (child column, parent column)."""
-    row, other = sql.Identifier(child), sql.Identifier(parent)
-    return sql.SQL(" AND ").join(sql.SQL("{}.{} = {}.{}").format(row, Name(a), other, Name(b)) for a, b in pairs)
+def refers(reference: Reference, child: str, parent: str, short: Mapping[str, str], *ours: str) -> sql.Composed:
+    """`child` names `parent`, compared as the key compares. Rows of `ours` have their columns under `short` names."""
+
+    def column(row: str, name: str) -> sql.Composed:
+        return sql.SQL("{}.{}").format(sql.Identifier(row), Name(short[name] if row in ours else name))
+
+    return sql.SQL(" AND ").join(
+        sql.SQL("{} {} {}").format(column(parent, key), sql.SQL(equal.replace("%", "%%")), column(child, name))
+        for name, key, equal in reference.pairs
+    )
 
 
 def carried(table: Table) -> dict[str, str]:
     """The columns by which rows name each other and are named, and what our statements call them."""
-    own = [child for reference in table.references if reference.own for child, _ in reference.pairs]
-    named = [parent for reference in table.references for _, parent in reference.pairs]
+    own = [child for reference in table.references if reference.own for child, _, _ in reference.pairs]
+    named = [parent for reference in table.references for _, parent, _ in reference.pairs]
     return {column: f"c{number}" for number, column in enumerate(dict.fromkeys([*own, *named]))}
 
 
@@ -1252,7 +1317,7 @@ def parents_of(table: Table, row: str, condition: sql.Composable) -> sql.Compose
         sql.SQL("SELECT {} FROM ONLY {} t WHERE {} AND {}").format(
             selected(table),
             relation(table.name),
-            names([(short[a], b) for a, b in reference.pairs], row, "t"),
+            refers(reference, row, "t", short, row),
             condition,
         )
         for reference in table.references
@@ -1273,7 +1338,8 @@ WITH claim AS MATERIALIZED (
     SELECT age, tid FROM claim OFFSET %(limit)s::bigint - 1
 ), gone AS (
     DELETE FROM ONLY {table} t
-    WHERE t.ctid = ANY (ARRAY (SELECT tid FROM claim WHERE %(delete)s::boolean)) RETURNING 1
+    WHERE t.ctid = ANY (ARRAY (SELECT tid FROM claim WHERE %(delete)s::boolean AND {unchanged}))
+    RETURNING t.ctid AS tid, t.{age} AS age
 )
 SELECT (SELECT count(*) FROM ONLY {table} t WHERE {ahead} AND {up_to_last} AND {predicate}) AS looked,
        0::bigint AS held,
@@ -1285,8 +1351,12 @@ SELECT (SELECT count(*) FROM ONLY {table} t WHERE {ahead} AND {up_to_last} AND {
        '{{}}'::text[] AS freed,
        '{{}}'::bigint[] AS held_by,
        CASE WHEN (SELECT count(*) FROM gone) > 0 THEN pg_current_xact_id()::text END AS xid,
-       ARRAY (SELECT tid::text FROM claim WHERE NOT %(delete)s::boolean) AS locked
+       (SELECT tid::text FROM gone LIMIT 1) AS gone_tid,
+       (SELECT age::text FROM gone LIMIT 1) AS gone_age,
+       ARRAY (SELECT tid::text FROM claim WHERE NOT %(delete)s::boolean) AS locked,
+       {unchanged} AS unchanged
 """).format(
+        unchanged=unchanged(table),
         age=Name(table.age),
         table=relation(table.name),
         ahead=walk.ahead,
@@ -1318,7 +1388,7 @@ def climbed(table: Table, walk: Walk) -> sql.Composed:
     """
     referrers = sql.SQL(" + ").join(
         sql.SQL("(SELECT count(*) FROM (SELECT FROM {} x WHERE {} LIMIT 2) s)").format(
-            relation(reference.child), names(reference.pairs, "x", "t")
+            relation(reference.child), refers(reference, "x", "t", {})
         )
         for reference in table.references
     )
@@ -1351,10 +1421,10 @@ def closed_batch(table: Table, walk: Walk, look: sql.Composed) -> sql.Composed:
     joins, outside = [], []
     for number, reference in enumerate(table.references):
         known: sql.Composable = sql.SQL("0")
-        by_key = names([(a, short[b]) for a, b in reference.pairs], "x", "p")
+        by_key = refers(reference, "x", "p", short, "p")
         child = relation(reference.child)
         if reference.own:
-            inner = names([(short[a], short[b]) for a, b in reference.pairs], "x", "p")
+            inner = refers(reference, "x", "p", short, "x", "p")
             edges.append(sql.SQL("SELECT x.tid, p.tid, {} FROM look x JOIN look p ON {}").format(number, inner))
             joins.append(
                 sql.SQL(
@@ -1400,7 +1470,8 @@ WITH RECURSIVE {look}, edge AS MATERIALIZED (
     SELECT tid FROM claim EXCEPT SELECT tid FROM kept
 ), gone AS (
     DELETE FROM ONLY {table} t
-    WHERE t.ctid = ANY (ARRAY (SELECT tid FROM chosen WHERE %(delete)s::boolean)) RETURNING {selected}
+    WHERE t.ctid = ANY (ARRAY (SELECT tid FROM chosen WHERE %(delete)s::boolean AND {unchanged}))
+    RETURNING {selected}
 ), freed AS (
     SELECT DISTINCT p.tid FROM gone g CROSS JOIN LATERAL ({parents}) p
     WHERE NOT EXISTS (SELECT FROM look l WHERE l.tid = p.tid)
@@ -1417,8 +1488,12 @@ SELECT (SELECT count(*) FROM look) AS looked,
        ARRAY (SELECT tid::text FROM freed) AS freed,
        ARRAY (SELECT DISTINCT held_by::bigint FROM counted WHERE held_by IS NOT NULL) AS held_by,
        CASE WHEN (SELECT count(*) FROM gone) > 0 THEN pg_current_xact_id()::text END AS xid,
-       ARRAY (SELECT tid::text FROM claim WHERE NOT %(delete)s::boolean) AS locked
+       (SELECT tid::text FROM gone LIMIT 1) AS gone_tid,
+       (SELECT age::text FROM gone LIMIT 1) AS gone_age,
+       ARRAY (SELECT tid::text FROM claim WHERE NOT %(delete)s::boolean) AS locked,
+       {unchanged} AS unchanged
 """).format(
+        unchanged=unchanged(table),
         look=look,
         edges=sql.SQL(" UNION ALL ").join(edges),
         outside=sql.SQL(" ").join(outside),
@@ -1431,59 +1506,58 @@ SELECT (SELECT count(*) FROM look) AS looked,
 
 
 def survey(tables: Sequence[Table]) -> sql.Composed:
-    """Of several policies on one table, in order: how many rows each finds, and how many of these are held.
+    """Of the last of these policies, the others having run in order: how many rows it finds, and how many are held.
 
-    What an earlier policy takes, the later does not find. Each `held` starts from the rows that stay and goes to what
-    they name, by key. Reads the whole table once for each policy that has references. Parameters: `values` under the
-    prefixes p0_, p1_ and so on.
+    What an earlier policy takes, a later one does not find, nor does it hold anything. Each `held` starts from the rows
+    that stay and goes to what they name, by key. Reads a whole table once for each policy with references. Parameters:
+    `values` under the prefixes p0_, p1_ and so on.
     """
-    parts: list[sql.Composable] = []
-    results: list[sql.Composable] = []
 
-    def there(alias: str, number: int) -> sql.Composed:
-        """No earlier policy takes this row."""
-        conditions: list[sql.Composable] = [sql.SQL("true")]
+    def not_taken(alias: str, name: TableName, number: int) -> sql.Composed:
+        """No policy before `number` takes this row of the table of that name."""
+        row, conditions = sql.Identifier(alias), [sql.SQL("true").format()]
         for earlier, table in enumerate(tables[:number]):
-            rule = predicate(table, alias, f"p{earlier}_")
-            held = sql.SQL("{}.ctid IN (SELECT tid FROM {})").format(
-                sql.Identifier(alias), sql.Identifier(f"held{earlier}")
-            )
-            stays = held if table.references else sql.SQL("false")
-            conditions.append(sql.SQL("(({}) IS NOT TRUE OR {})").format(rule, stays))
+            if table.name == name:
+                stays = sql.SQL("{}.ctid IN (SELECT tid FROM {})").format(row, sql.Identifier(f"held{earlier}"))
+                rule = predicate(table, alias, f"p{earlier}_")
+                conditions.append(sql.SQL("(({}) IS NOT TRUE OR {})").format(rule, stays))
         return sql.SQL(" AND ").join(conditions)
 
+    ctes = []
     for number, table in enumerate(tables):
         rule = predicate(table, "t", f"p{number}_")
-        found = sql.SQL("SELECT count(*) FROM ONLY {} t WHERE {} AND {}").format(
-            relation(table.name),
-            predicate(table, "t", f"p{number}_", ordered=table.indexed),
-            there("t", number),
-        )
-        held: sql.Composable = sql.SQL("0::bigint")
-        if table.references:
-            condition = sql.SQL("{} AND {}").format(rule, there("t", number))
-            name = sql.Identifier(f"held{number}")
-            held = sql.SQL("(SELECT count(*) FROM (SELECT DISTINCT tid FROM {}) d)").format(name)
-            starts = [
+        condition = sql.SQL("{} AND {}").format(rule, not_taken("t", table.name, number))
+        starts = [sql.SQL("SELECT {} FROM ONLY {} t WHERE false").format(selected(table), relation(table.name))]
+        for reference in table.references:
+            stays = not_taken("x", reference.child, number)
+            if reference.own:
+                stays = sql.SQL("({}) IS NOT TRUE AND {}").format(predicate(table, "x", f"p{number}_"), stays)
+            starts.append(
                 sql.SQL("SELECT {} FROM {} x JOIN ONLY {} t ON {} WHERE {} AND {}").format(
                     selected(table),
                     relation(reference.child),
                     relation(table.name),
-                    names(reference.pairs, "x", "t"),
+                    refers(reference, "x", "t", {}),
                     condition,
-                    sql.SQL("({}) IS NOT TRUE AND {}").format(predicate(table, "x", f"p{number}_"), there("x", number))
-                    if reference.own
-                    else sql.SQL("true"),
+                    stays,
                 )
-                for reference in table.references
-            ]
-            steps = sql.SQL("SELECT p.* FROM {} h CROSS JOIN LATERAL ({}) p").format(
-                name, parents_of(table, "h", condition)
             )
-            parts.append(sql.SQL("{} AS (({}) UNION {})").format(name, sql.SQL(" UNION ALL ").join(starts), steps))
-        results.append(sql.SQL("({}), {}").format(found, held))
-    recursive = sql.SQL("WITH RECURSIVE {} ").format(sql.SQL(", ").join(parts)) if parts else sql.SQL("")
-    return sql.SQL("{}SELECT {}").format(recursive, sql.SQL(", ").join(results))
+        held = sql.Identifier(f"held{number}")
+        ctes.append(
+            sql.SQL("{held} AS (({starts}) UNION SELECT p.* FROM {held} h CROSS JOIN LATERAL ({parents}) p)").format(
+                held=held, starts=sql.SQL(" UNION ALL ").join(starts), parents=parents_of(table, "h", condition)
+            )
+        )
+    return sql.SQL(
+        "WITH RECURSIVE {ctes} SELECT (SELECT count(*) FROM ONLY {table} t WHERE {rule} AND {not_taken}),"
+        " (SELECT count(*) FROM (SELECT DISTINCT tid FROM {held}) d)"
+    ).format(
+        ctes=sql.SQL(", ").join(ctes),
+        table=relation(table.name),
+        rule=predicate(table, "t", f"p{number}_", ordered=table.indexed),
+        not_taken=not_taken("t", table.name, number),
+        held=held,
+    )
 
 
 # ── A phase ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -1504,7 +1578,10 @@ class Batch:
     freed: list[str]
     held_by: list[int]
     xid: str | None
+    gone_tid: str | None  # one of the deleted rows: the witness of whether a doubtful COMMIT went through
+    gone_age: str | None
     locked: list[str]  # addresses of the rows that were claimed, if none was to be deleted
+    unchanged: bool
 
 
 @dataclass(slots=True)
@@ -1633,10 +1710,16 @@ class Progress:
     retry: Callable[[RetentionError, Verdict, int], None]
 
 
+# Another number when the table's file is another, after VACUUM FULL for example.
+SHAPE = "pg_relation_filenode(%(oid)s::oid::regclass)::bigint"
+
+
 class Phase:
     """The work on one table; `run` returns the stop reason, and the counts stand whatever ended it."""
 
     RETRIES = 8  # in a row: a batch of 5000 shrinks to one row in 7 steps
+    RETRIES_IN_TRIGGER = 3  # in a row, of what a retry cures, before the row is suspected
+    FRUITLESS = 4  # passes that claim rows and delete none
     RECONNECT_FOR = 30.0  # seconds
 
     def __init__(
@@ -1648,7 +1731,7 @@ class Phase:
         self.size = self.limit = size
         self.pause = pause
         self.limits = limits
-        self.deleted = 0
+        self.deleted: int | None = 0
         self.blockers: set[str] = set()
         self.refusal: RetentionError | None = None
         self.tally = Tally()
@@ -1656,6 +1739,7 @@ class Phase:
         self.failures = 0
         self.progressed = False
         self.in_doubt: Batch | None = None
+        self.file, self.pages = 0, 0
         self.begin(by_pages=not table.indexed)
 
     def begin(self, *, by_pages: bool) -> None:
@@ -1672,20 +1756,21 @@ class Phase:
         self.position: AlongIndex | AcrossPages | None = None
 
     def start(self) -> AlongIndex | AcrossPages:
-        if not self.by_pages:
-            return AlongIndex(self.walk, self.bound)
+        """The first position of a pass; remembers what the table's file is, and how long."""
         query = sql.SQL(
-            "SELECT pg_relation_size(c.oid) / current_setting('block_size')::bigint,"
+            "SELECT {}, pg_relation_size(c.oid::regclass) / current_setting('block_size')::bigint,"
             " CASE WHEN c.reltuples > 0 AND c.relpages > 0 THEN c.reltuples::float8 / c.relpages ELSE 50 END"
-            " FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
-            " WHERE n.nspname = %(schema)s AND c.relname = %(name)s"
-        )
-        name = self.table.name
-        with self.session.transaction() as connection:
-            row = connection.execute(query, {"schema": name.schema, "name": name.name}).fetchone()
+            " FROM pg_class c WHERE c.oid = %(oid)s::oid"
+        ).format(sql.SQL(SHAPE))
+        with self.session.transaction(snapshot=True) as connection:
+            row = connection.execute(query, {"oid": self.table.oid}).fetchone()
         if row is None:
-            raise PolicyFailedError(f"table {name} does not exist any more", "42P01")
-        return AcrossPages(self.walk, row[0], max(row[1], 0.01), self.limit)
+            raise PolicyFailedError(f"table {self.table.name} does not exist any more", "42P01")
+        self.file, self.pages, rows_per_page = row
+        if not self.by_pages:
+            self.pages = 2**32 - 1  # what is appended has its place in the index
+            return AlongIndex(self.walk, self.bound)
+        return AcrossPages(self.walk, self.pages, max(rows_per_page, 0.01), self.limit)
 
     def run(self, progress: Progress) -> str:
         """Passes over the table until one finds nothing left; PolicyFailedError when the policy cannot go on."""
@@ -1695,19 +1780,41 @@ class Phase:
             if stopped:
                 return stopped
             tally = self.tally
-            if not tally.left:
+            fruitless += not tally.deleted
+            if fruitless < self.FRUITLESS and (tally.held < 0 or self.moved()):
+                pass  # other sessions brought old rows behind the walk
+            elif not tally.left:
                 return "drained"
-            if not tally.deleted:
-                if not tally.missed:
-                    return "locked"
-                fruitless += 1  # once may be another session that changed the rows just then
-                if fruitless > 1:
-                    tally.undeletable += tally.missed
-                    raise PolicyFailedError(
-                        f"claimed {tally.missed}, deleted 0: the database reports no error and keeps the rows;"
-                        f" look for a BEFORE DELETE trigger or a rule on {self.table.name}"
-                    )
+            elif not tally.deleted and not tally.missed:
+                return "locked"
+            elif fruitless >= self.FRUITLESS:
+                tally.undeletable += tally.missed
+                raise PolicyFailedError(
+                    f"claimed {tally.missed}, deleted 0: the database reports no error and keeps the rows;"
+                    f" look for a BEFORE DELETE trigger or a rule on {self.table.name}"
+                )
+            elif tally.missed:  # another session may have changed the rows just then
+                self.limits.interrupts.sleep(0.2)
             self.begin(by_pages=self.by_pages)
+
+    def moved(self) -> bool:
+        """Whether rows of the policy may stand where this pass has not been.
+
+        So it is when the table was written anew, or when rows were changed and so appended to it.
+        """
+        query = sql.SQL(
+            "SELECT {shape}, EXISTS (SELECT FROM ONLY {table} t WHERE t.ctid >= %(end)s::tid AND {predicate})"
+        ).format(shape=sql.SQL(SHAPE), table=relation(self.table.name), predicate=predicate(self.table))
+        parameters = {**values(self.table, self.bound), "oid": self.table.oid, "end": f"({self.pages},0)"}
+        try:
+            with self.session.transaction(WALKING, snapshot=True) as connection:
+                row = connection.execute(query, parameters).fetchone()
+        except psycopg.Error as error:
+            if judge(error) is Verdict.RECONNECT:
+                return True  # the next pass connects again
+            raise
+        assert row is not None
+        return bool(row[0] != self.file or row[1])
 
     def one_pass(self, progress: Progress) -> str | None:
         """Walk over the table once, climbing to what was freed behind; a stop reason if it could not finish."""
@@ -1727,6 +1834,7 @@ class Phase:
             seconds = time.monotonic() - started
             self.failures, self.progressed = 0, True
             self.tally.add(batch, climbing=bool(seeds), refused=refused)
+            assert self.deleted is not None
             self.deleted += batch.deleted
             self.blockers.update(self.table.references[number].name for number in batch.held_by)
             assert self.position is not None
@@ -1756,10 +1864,11 @@ class Phase:
             "limit": limit,
             "delete": delete,
             "locked": None,
+            "oid": self.table.oid,
         }
         statement = self.climb_statement if seeds else self.walk_statement
         self.in_doubt = None
-        with self.session.transaction(self.table.name.schema, WALKING) as connection:
+        with self.session.transaction(WALKING, schema=self.table.name.schema) as connection:
             if self.table.own_action and delete:
                 # A child that was committed after the statement began would not be seen, and go along with its parent.
                 # So lock first, which keeps new children out, and look again in a statement that sees what came before.
@@ -1769,6 +1878,11 @@ class Phase:
             row = connection.execute(statement, parameters).fetchone()
             assert row is not None
             batch = Batch(*row)
+            if not batch.unchanged:
+                raise PolicyFailedError(
+                    f"triggers or foreign keys on {self.table.name} were changed while the run was on it;"
+                    " the next run judges it anew"
+                )
             self.in_doubt = batch if batch.xid else None
         self.in_doubt = None
         return batch
@@ -1779,7 +1893,9 @@ class Phase:
         """Do what the error calls for: None to try again, a batch with the reason why its one row stays, or raise."""
         verdict = judge(error)
         failure = policy_failure(error)
-        if verdict is Verdict.FAIL or self.failures >= self.RETRIES:
+        if error.diag.context and self.failures >= self.RETRIES_IN_TRIGGER:
+            verdict = Verdict.ISOLATE
+        elif verdict is Verdict.FAIL or self.failures >= self.RETRIES:
             raise failure from None
         progress.retry(failure, verdict, self.limit)
         if verdict is Verdict.ISOLATE:
@@ -1811,32 +1927,60 @@ class Phase:
         return None
 
     def reconnect(self, failure: PolicyFailedError) -> tuple[Batch, None] | None:
-        """Connect again; the batch whose COMMIT was cut off, if the server says that it went through."""
-        batch = self.in_doubt
-        self.session.close()
-        try:
-            self.session.connect_until(min(time.monotonic() + self.RECONNECT_FOR, self.limits.window))
-        except UnavailableError as error:
-            raise PolicyFailedError(f"{failure.message}; then {error.message}", failure.sqlstate) from None
-        if batch is None or batch.xid is None:
-            return None
-        query = "SELECT pg_xact_status(%(xid)s::xid8)"
+        """Connect again; the batch whose COMMIT was cut off, if it went through.
+
+        Even after a signal one try is made, to settle the doubt. If it cannot be, `deleted` is not known.
+        """
+        doubtful, end = self.in_doubt, min(time.monotonic() + self.RECONNECT_FOR, self.limits.window)
+        deleted, self.deleted = self.deleted, None if doubtful else self.deleted
         while True:
-            with self.session.transaction() as connection:
-                row = connection.execute(query, {"xid": batch.xid}).fetchone()
-            assert row is not None
-            if row[0] != "in progress":
-                return (batch, None) if row[0] == "committed" else None
-            with self.limits.interrupts.wait():
-                time.sleep(0.1)
+            try:
+                self.session.close()
+                if not doubtful:
+                    self.session.connect_until(end)
+                    return None
+                self.session.connect(urgent=True)
+                committed = self.went_through(doubtful)
+                self.deleted = deleted
+                return (doubtful, None) if committed else None
+            except (UnavailableError, psycopg.OperationalError) as error:
+                if self.limits.interrupts.requested:
+                    raise StoppedError from None
+                if not doubtful or time.monotonic() > end:
+                    message = error.message if isinstance(error, UnavailableError) else describe(error)
+                    raise PolicyFailedError(f"{failure.message}; then {message}", failure.sqlstate) from None
+            self.limits.interrupts.sleep(1.0)
+
+    def went_through(self, batch: Batch) -> bool:
+        """Whether a batch was committed: its transaction is over, and the row that it deleted is not there.
+
+        The status of the transaction alone would not do: after a crash its number may be another's.
+        """
+        status = "SELECT pg_xact_status(%(xid)s::xid8)"
+        witness = sql.SQL(
+            "SELECT NOT EXISTS (SELECT FROM ONLY {} t WHERE t.ctid = %(gone_tid)s::tid AND t.{} = %(gone_age)s::{})"
+        ).format(relation(self.table.name), Name(self.table.age), sql.SQL(self.table.age_type))
+        while True:
+            try:
+                with self.session.transaction(snapshot=True) as connection:
+                    row = connection.execute(status, {"xid": batch.xid}).fetchone()
+            except psycopg.errors.InvalidParameterValue:  # in the future: lost with what followed it, in a fail-over
+                return False
+            if row != ("in progress",):
+                break
+            self.limits.interrupts.sleep(0.1)
+        if row != ("committed",):
+            return False
+        with self.session.transaction(snapshot=True) as connection:
+            found = connection.execute(witness, {"gone_tid": batch.gone_tid, "gone_age": batch.gone_age}).fetchone()
+        return found == (True,)
 
     def count_rest(self, timeout: dt.timedelta) -> None:
         """After a pass that did not finish: what is left of the policy, and how much of it is blocked, if time allows.
 
         Raises psycopg.Error when it does not.
         """
-        schema = self.table.name.schema
-        with self.session.transaction(schema, SURVEYING, snapshot=True, timeout=timeout) as connection:
+        with self.session.transaction(SURVEYING, snapshot=True, timeout=timeout) as connection:
             row = connection.execute(survey([self.table]), values(self.table, self.bound, "p0_")).fetchone()
         assert row is not None
         found, held = row
@@ -1875,9 +2019,6 @@ JOB_FAILED = Event("job_failed", "cc2bccc63a2544e2b925f69c5e295d2a", Level.ERROR
 JOB_SKIPPED = Event("job_skipped", "b58b7f19fef548588ec0d44ea0529539")
 STATE_FAILED = Event("state_failed", "c2ac23a6f0504881972e95d3334f7348", Level.ERROR)
 
-CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(32), 127, *range(128, 160), 0x2028, 0x2029)}
-CONTROL_CHARACTERS |= {ord("\n"): "\\n", ord("\t"): "\\t", ord("\r"): "\\r"}
-
 
 def camel(name: str) -> str:
     """The specification's spelling of a journal field.
@@ -1898,8 +2039,8 @@ def format_value(value: object) -> str:
     text = str(value)
     if text and text.isprintable() and not re.search(r"[\s\"\\=]", text):
         return text
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').translate(CONTROL_CHARACTERS)
-    return f'"{escaped}"'
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{printable(escaped)}"'
 
 
 def format_time(moment: dt.datetime) -> str:
@@ -2052,25 +2193,31 @@ class State:
         if not path:
             return
         try:
-            with open(path, "rb") as stream:
-                document = tomllib.load(stream)
-            self.policies = {name: self.last_run(**entry) for name, entry in document.get("policy", {}).items()}
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+            self.policies = self.read()
+        except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not a state file of this program"
             log.emit(STATE_FAILED, "state not read", ERROR=f"{path}: {reason}; this run goes without the brakes")
 
+    def read(self) -> dict[str, LastRun]:
+        if not os.path.exists(self.path):
+            return {}
+        if not os.path.isfile(self.path):
+            raise ValueError
+        with open(self.path, "rb") as stream:
+            document = tomllib.load(stream)
+        return {name: self.last_run(**entry) for name, entry in document.get("policy", {}).items()}
+
     @staticmethod
     def last_run(now: dt.datetime, cutoff: dt.datetime, uptime: float, boot_id: str) -> LastRun:
-        if now.tzinfo is None or cutoff.tzinfo is None:
-            raise ValueError
-        return LastRun(now, cutoff, float(uptime), str(boot_id))
+        expect(now.tzinfo is not None and cutoff.tzinfo is not None and math.isfinite(float(uptime)))
+        return LastRun(now.astimezone(UTC), cutoff.astimezone(UTC), float(uptime), str(boot_id))
 
-    def record(self, policy: Policy, now: dt.datetime) -> None:
-        """Remember that the policy runs with this cutoff. A clock that went back is not remembered as progress."""
+    def record(self, policy: Policy, now: dt.datetime, *, consent: bool) -> None:
+        """Remember that the policy runs with this cutoff. A clock that went back is not remembered without consent."""
         last = self.policies.get(policy.name)
-        if last is None or now >= last.now:
+        if last is None or now >= last.now or consent:
+            with contextlib.suppress(Exception):  # another run may have written meanwhile
+                self.policies |= self.read()
             self.policies[policy.name] = LastRun(now, policy.cutoff(now), uptime(), boot_id())
             self.save()
 
@@ -2242,12 +2389,20 @@ def run_phases(job: Job, tables: Sequence[Table | PolicyFailedError], now: dt.da
 
 def inspect_safely(job: Job, policy: Policy) -> Table | PolicyFailedError:
     """The policy's table, or the reason why it cannot be purged, to be told when its turn comes."""
-    try:
-        return inspect(job.session, policy)
-    except PolicyFailedError as error:
-        return error
-    except psycopg.Error as error:
-        return policy_failure(error)
+    for attempt in (1, 2):
+        try:
+            if attempt == 2:
+                job.session.close()
+                job.session.connect_until(min(time.monotonic() + Phase.RECONNECT_FOR, job.window_end))
+            return inspect(job.session, policy)
+        except PolicyFailedError as error:
+            return error
+        except UnavailableError as error:
+            return PolicyFailedError(error.message, error.sqlstate)
+        except psycopg.Error as error:
+            if attempt == 2 or judge(error) is not Verdict.RECONNECT:
+                return policy_failure(error)
+    raise AssertionError
 
 
 def run_phase(
@@ -2274,7 +2429,7 @@ def run_phase(
         )
         if job.session.connection is None:  # lost in the phase before
             connect_again(job, limits)
-        state.record(policy, now)
+        state.record(policy, now, consent=not job.scheduled)
         outcome.stop_reason = phase.run(report_progress(job, policy))
     except StoppedError:
         outcome.stop_reason = "signal"
@@ -2357,7 +2512,8 @@ def report_phase(job: Job, outcome: Outcome, seconds: float, blockers: set[str])
         return
     ended = "finished successfully" if outcome.stop_reason == "drained" else f"stopped ({outcome.stop_reason})"
     counts |= {"DURATION_MS": round(seconds * 1000), "STOP_REASON": outcome.stop_reason}
-    job.log.emit(PHASE_COMPLETED, f"Cleanup {ended}. Removed rows: {outcome.deleted:,}.", **counts)
+    removed = "unknown" if outcome.deleted is None else f"{outcome.deleted:,}"
+    job.log.emit(PHASE_COMPLETED, f"Cleanup {ended}. Removed rows: {removed}.", **counts)
 
 
 def report_job(job: Job, result: Result) -> None:
@@ -2391,8 +2547,7 @@ def dry_run(job: Job) -> Result:
         try:
             if isinstance(table, PolicyFailedError):
                 raise table
-            earlier = [other for other in inspected if other.name == table.name]
-            foresee(job, [*earlier, table], result.now, outcome)
+            foresee(job, [*inspected, table], result.now, outcome)
             inspected.append(table)
         except PolicyFailedError as error:
             outcome.error, outcome.stop_reason = error, "failed"
@@ -2401,18 +2556,18 @@ def dry_run(job: Job) -> Result:
 
 
 def foresee(job: Job, tables: Sequence[Table], now: dt.datetime, outcome: Outcome) -> None:
-    """Fill in the outcome of the last of these policies on one table, the earlier ones having run."""
+    """Fill in the outcome of the last of these policies, the earlier ones having run."""
     parameters: dict[str, Any] = {}
     for number, table in enumerate(tables):
         parameters |= values(table, table.bound(now), f"p{number}_")
     limit = min(job.config.run.max_run_duration, dt.timedelta(days=24))
     try:
-        with job.session.transaction(tables[-1].name.schema, SURVEYING, snapshot=True, timeout=limit) as connection:
+        with job.session.transaction(SURVEYING, snapshot=True, timeout=limit) as connection:
             row = connection.execute(survey(tables), parameters).fetchone()
     except psycopg.Error as error:
         raise policy_failure(error) from None
     assert row is not None
-    found, held = row[-2:]
+    found, held = row
     outcome.deleted, outcome.backlog, outcome.blocked = found - held, held, held
 
 
@@ -2613,6 +2768,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command() -> NoReturn:
     """The entry point: `main`, on streams that can print anything and may be closed under us."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the run takes it over: an end without a traceback
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
