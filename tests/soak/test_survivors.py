@@ -13,7 +13,7 @@ _made: dict[tuple[bool, str], Database] = {}
 
 
 @settings(
-    max_examples=int(os.environ.get("RETENTION_EXAMPLES", "5000")),
+    max_examples=int(os.environ.get("RETENTION_SOAK_EXAMPLES", "5000")),
     print_blob=True,
     database=None,
     deadline=None,
@@ -23,7 +23,7 @@ _made: dict[tuple[bool, str], Database] = {}
 def test_a_run_leaves_what_the_model_leaves(
     case: survivors.Case, new_database: Callable[[], Database], program: Program
 ) -> None:
-    """As in tests/database; a failure prints what reproduces it. RETENTION_EXAMPLES sets how many."""
+    """As in tests/database; a failure prints what reproduces it. RETENTION_SOAK_EXAMPLES sets how many."""
     key = case.indexed, case.references
     if key not in _made:
         _made[key] = survivors.prepare(new_database(), indexed=case.indexed, references=case.references)
