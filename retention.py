@@ -970,6 +970,7 @@ KINDS_OF_RELATION = {
 AGE_TYPES = {1184: "timestamptz", 1114: "timestamp", 1082: "date"}  # fixed type oids of pg_catalog
 # Of `only`: the type of the values in the file, and the SQL type to compare them in.
 COMPARED = {16: (bool, "boolean"), 20: (int, "bigint"), 21: (int, "bigint"), 23: (int, "bigint")}
+INTEGER_BITS = {20: 64, 21: 16, 23: 32}
 
 # Foreign keys into a table are triggers on it, too: what its deletes set off is the same as long as this number is.
 TRIGGERS = "COALESCE((SELECT sum(g.oid::bigint) FROM pg_catalog.pg_trigger g WHERE g.tgrelid = %(oid)s::oid), 0)::text"
@@ -1113,9 +1114,9 @@ def inspect(session: Session, policy: Policy) -> Table:
         )
         references, own_action = find_references(ask, oid)
         if policy.parent_column:
-            column("parent_column", policy.parent_column)
+            parent = column("parent_column", policy.parent_column)
             if not any(r.own and [pair[0] for pair in r.pairs] == [policy.parent_column] for r in references):
-                references.append(reference_by_key(policy, name, ask, oid))
+                references.append(reference_by_key(policy, name, ask, oid, parent, columns))
         cascades = tuple(str(TableName(*row)) for row in ask(CASCADES, oid=oid))
         if cascades and not policy.allow_cascade:
             raise PolicyFailedError(
@@ -1156,6 +1157,12 @@ def allow_list(policy: Policy, table: TableName, column: Column, values: list[An
             + (f"give {names[expected]}" if expected else "it can be text, an enum, a whole number or boolean"),
             "42804",
         )
+    largest = 2 ** (INTEGER_BITS.get(column.type, 64) - 1)
+    if impossible := [value for value in values if expected is int and not -largest <= value < largest]:
+        raise PolicyFailedError(
+            f'column "{column.name}" of {table} is {column.declared} and cannot be {impossible[0]}; correct {where}',
+            "22003",
+        )
     return column.name, comparison, values
 
 
@@ -1178,18 +1185,26 @@ def find_references(ask: Ask, oid: int) -> tuple[list[Reference], bool]:
     return found, own_action
 
 
-def reference_by_key(policy: Policy, table: TableName, ask: Ask, oid: int) -> Reference:
+def reference_by_key(
+    policy: Policy, table: TableName, ask: Ask, oid: int, parent: Column, columns: Mapping[str, Column]
+) -> Reference:
     """The reference that `parent_column` declares and no constraint does: to the single-column primary key."""
     key = ask(PRIMARY_KEY, oid=oid)
-    parent = policy.parent_column
-    assert parent is not None
+    where = f'policy.{policy.name}.parent_column "{parent.name}" of {table}'
     if len(key) != 1:
         raise PolicyFailedError(
-            f'policy.{policy.name}.parent_column "{parent}" has no foreign key, and {table} no single-column primary'
-            " key that it could name; add one of the two, or leave parent_column out"
+            f"{where} has no foreign key, and the table no single-column primary key that it could name;"
+            " add one of the two, or leave parent_column out"
         )
-    ((indexed,),) = ask(CHILD_INDEX, schema=table.schema, name=table.name, columns=[parent])
-    return Reference(parent, table, ((parent, *key[0]),), True, indexed)
+    named = columns[key[0][0]]
+    if COMPARED.get(parent.type, parent.type) != COMPARED.get(named.type, named.type) and not (
+        parent.text and named.text
+    ):
+        raise PolicyFailedError(
+            f'{where} is {parent.declared}, and the primary key "{named.name}" is {named.declared}; correct it', "42804"
+        )
+    ((indexed,),) = ask(CHILD_INDEX, schema=table.schema, name=table.name, columns=[parent.name])
+    return Reference(parent.name, table, ((parent.name, *key[0]),), True, indexed)
 
 
 # ── Statements ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -1381,6 +1396,11 @@ def walked(table: Table, walk: Walk) -> sql.Composed:
     )
 
 
+def passed(table: Table, walk: Walk) -> sql.Composed:
+    """t is a row of the policy that lies behind the walk; put so that no index but that of its key fits."""
+    return sql.SQL("{} AND ({}) IS TRUE").format(predicate(table), walk.passed)
+
+
 def climbed(table: Table, walk: Walk) -> sql.Composed:
     """Rows behind the walk that nothing names any more (%(seeds)s), and on from each to the rows that it alone names.
 
@@ -1392,7 +1412,7 @@ def climbed(table: Table, walk: Walk) -> sql.Composed:
         )
         for reference in table.references
     )
-    condition = sql.SQL("{} AND {} AND {} = 1").format(predicate(table), walk.passed, referrers)
+    condition = sql.SQL("{} AND {} = 1").format(passed(table, walk), referrers)
     return sql.SQL("""climb AS (
     SELECT {selected} FROM ONLY {table} t WHERE t.ctid = ANY (%(seeds)s::tid[]) AND {predicate}
     UNION
@@ -1501,7 +1521,7 @@ SELECT (SELECT count(*) FROM look) AS looked,
         table=relation(table.name),
         predicate=predicate(table),
         selected=selected(table),
-        parents=parents_of(table, "g", sql.SQL("{} AND {}").format(predicate(table), walk.passed)),
+        parents=parents_of(table, "g", passed(table, walk)),
     )
 
 
