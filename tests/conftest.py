@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import itertools
 import pathlib
+import signal
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 from lab import SYSTEMS, Database, Program, Server
+
+
+def pytest_configure() -> None:
+    """Let a session that is told to end stop its server, too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 @pytest.fixture(scope="session")
