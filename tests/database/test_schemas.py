@@ -605,7 +605,7 @@ def test_a_policy_that_does_not_fit_its_table_fails(
         CREATE TYPE state AS ENUM ('Active', 'Revoked', 'Expired');
         CREATE TABLE sessions (id int PRIMARY KEY, at timestamptz, status text, code smallint, closed boolean,
             label state, clock time);
-        INSERT INTO sessions VALUES (1, {OLD}, 'Revoked', 2, true, 'Revoked', 'Rev', '12:00');
+        INSERT INTO sessions VALUES (1, {OLD}, 'Revoked', 2, true, 'Revoked', '12:00');
         GRANT ALL ON sessions TO retention
         """
     )
