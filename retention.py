@@ -3,15 +3,15 @@
 
 What can go wrong: this program deletes, on a schedule, unattended. What is committed cannot be undone.
 
-The invariant: no row outside its policy is ever deleted, and no row to which a row that stays refers. The whole
-predicate of a policy is checked again on the locked row, in the statement that deletes it. No status is changed,
-no row's content is read into a message, and no failure is reported as a zero.
+The invariant: no row outside its policy is ever deleted (but for what `allow_cascade` permits), and no row to which a
+row that stays refers by a foreign key. The whole predicate of a policy is checked again on the locked row, in the
+statement that deletes it. No status is changed, no row's content is read into a message, and no failure is a zero.
 
-The transaction boundary: one batch, of at most `batch_size` rows, is one statement in one transaction. It is counted
-and logged after its commit, so that the log never claims what a crash took back. Between batches the session is idle.
+The transaction boundary: one batch, of at most `batch_size` rows, is one transaction. It is counted and logged after
+its commit, so that the log never claims what a crash took back. Between batches the session is idle.
 
-The sections stand in the order in which a run flows: durations and the window, configuration, what the database says
-of a table, statements, the session, walks, a phase, reporting, the run, the commands, main.
+The sections stand in the order in which a run flows: durations and the window, configuration, the session, errors, what
+the database says of a table, statements, reporting, a phase, the run, the commands, main.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ UTC = dt.UTC
 
 
 class Exit(enum.IntEnum):
-    """The exit statuses, of sysexits.h where it has one. Only `main` returns them."""
+    """The exit statuses, of sysexits.h where it has one."""
 
     OK = 0
     FAILED = 1
@@ -577,7 +577,7 @@ def show_configuration(config: Configuration) -> str:
 
 
 # ── The session ───────────────────────────────────────────────────────────────────────────────────────────────────────
-# The one thin layer that talks to the driver. Knows no policy. Depends on nothing that outlives a transaction, so it
+# The one thin layer that talks to the driver. Depends on nothing that outlives a transaction, so it
 # works behind a pooler that hands each transaction to another server process.
 
 Row = TypeVar("Row")
@@ -596,6 +596,11 @@ def one_line(text: str) -> str:
 
 class Interrupts:
     """What SIGTERM and SIGINT do: ask for a stop; end a wait at once; cancel a batch that takes too long.
+
+                     first signal            second signal    alarm
+        waiting      StoppedError            StoppedError     StoppedError
+        statement    alarm in GRACE          alarm at once    cancel, alarm in PATIENCE; then StoppedError
+        neither      alarm in GRACE          -                -
 
     The batch in flight gets GRACE seconds, then it is cancelled on the server (a second signal cancels it at once);
     if even that does not end it within PATIENCE, the connection is given up. Together they stay under the 5 s that
@@ -654,7 +659,7 @@ class Interrupts:
         finally:
             self.waiting = False
 
-    def patience(self) -> dt.timedelta:
+    def time_left(self) -> dt.timedelta:
         """How long a last statement may take: after a signal, what is left until the batch in flight would be ended."""
         if not self.requested:
             return dt.timedelta.max
@@ -817,6 +822,10 @@ class Session:
         return sql.SQL("\n").join([isolation, *lines, path])
 
 
+# ── Errors ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# What an error of the server calls for, and what may be said of it. One table for the one, one function for the other.
+
+
 class Verdict(enum.Enum):
     """What an error of a batch calls for."""
 
@@ -824,7 +833,6 @@ class Verdict(enum.Enum):
     SMALLER = "retry with a smaller batch"
     RECONNECT = "connect again and retry"
     ISOLATE = "find the row"
-    BLOCKED = "leave the row, something refers to it"
     FAIL = "fail the policy"
 
 
@@ -1580,434 +1588,6 @@ def survey(tables: Sequence[Table]) -> sql.Composed:
     )
 
 
-# ── A phase ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-# One policy's batches until nothing deletable is left. Knows the session and its statements, and no file.
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What one batch statement reports. Times and addresses are the server's text; None: the batch was not full."""
-
-    looked: int  # rows of the policy that it passed
-    held: int  # of these, rows to which a row that stays refers
-    claimed: int
-    deleted: int
-    first_age: str | None
-    last_age: str | None
-    last_tid: str | None
-    freed: list[str]
-    held_by: list[int]
-    xid: str | None
-    gone_tid: str | None  # one of the deleted rows: the witness of whether a doubtful COMMIT went through
-    gone_age: str | None
-    locked: list[str]  # addresses of the rows that were claimed, if none was to be deleted
-    unchanged: bool
-
-
-@dataclass(slots=True)
-class Tally:
-    """What one pass over the table found. looked = deleted + held + undeletable + left."""
-
-    deleted: int = 0
-    held: int = 0
-    undeletable: int = 0
-    left: int = 0
-    missed: int = 0  # of left: claimed, and not deleted all the same
-
-    def add(self, batch: Batch, *, climbing: bool, refused: Verdict | None = None) -> None:
-        stays = batch.looked - batch.held - batch.deleted
-        # a row that is climbed to was walked over before, as held
-        self.held += batch.held if not climbing else batch.held - batch.looked
-        self.deleted += batch.deleted
-        if refused is None:
-            self.left += stays
-            self.missed += batch.claimed - batch.deleted
-            return
-        self.left += stays - batch.claimed  # others hold these
-        if refused is Verdict.BLOCKED:
-            self.held += batch.claimed
-        else:
-            self.undeletable += batch.claimed
-
-
-class AlongIndex:
-    """A position in the order of age. `done` once a batch was not full."""
-
-    # Rows of one age are sorted again by each batch that starts among them; from here on a walk by pages is cheaper.
-    MANY_OF_ONE_AGE = 1000
-
-    def __init__(self, walk: Walk, bound: str) -> None:
-        self.walk = walk
-        self.age, self.tid = (bound if walk.descending else "-infinity"), "(0,0)"
-        self.of_one_age = 0
-        self.done = False
-
-    @property
-    def parameters(self) -> dict[str, str]:
-        return {"age": self.age, "tid": self.tid}
-
-    @property
-    def crowded(self) -> bool:
-        return self.of_one_age >= self.MANY_OF_ONE_AGE
-
-    def advance(self, batch: Batch, limit: int) -> None:
-        if batch.last_age is None or batch.last_tid is None:
-            self.done = True
-            if self.walk.descending:  # everything counts as walked over now
-                self.age, self.tid = "-infinity", "(0,0)"
-            return
-        same = batch.first_age == batch.last_age
-        self.of_one_age = (self.of_one_age if same and batch.last_age == self.age else 0) + (limit if same else 0)
-        self.age, self.tid = batch.last_age, batch.last_tid
-
-
-class AcrossPages:
-    """A position in the heap, inside a range of `width` pages that adapts so that a range fills most of a batch.
-
-    The pages are those that the table had when the pass began: what is appended later is not old.
-    """
-
-    FILL = 0.8  # of a batch: a range that overfills one is sorted again for the next
-    WIDEST = 1024  # pages, 8 MiB: where little matches, a transaction stays short all the same
-    crowded = False
-
-    def __init__(self, walk: Walk, pages: int, rows_per_page: float, limit: int) -> None:
-        self.walk = walk
-        self.pages = pages
-        self.width = min(self.WIDEST, max(1, int(self.FILL * limit / rows_per_page)))
-        self.tid = f"({pages},0)" if walk.descending else "(0,0)"
-        self.edge = 0
-        self.open_range(pages if walk.descending else 0)
-        self.done = pages == 0
-
-    def open_range(self, page: int) -> None:
-        self.edge = max(0, page - self.width) if self.walk.descending else min(self.pages, page + self.width)
-
-    @property
-    def parameters(self) -> dict[str, str]:
-        return {"tid": self.tid, "edge": f"({self.edge},0)"}
-
-    def advance(self, batch: Batch, limit: int) -> None:
-        if batch.last_tid is not None:
-            page, start = (int(tid[1:].split(",")[0]) for tid in (batch.last_tid, self.tid))
-            self.width = max(1, int(self.FILL * (abs(page - start) + 1)))
-            self.tid = batch.last_tid
-            # the rest of the last row's page belongs to the next range
-            self.open_range(page + 1 if self.walk.descending else page)
-        else:
-            self.done = self.edge in (0, self.pages)
-            self.tid = f"({self.edge},0)"
-            if batch.looked < limit / 2:
-                self.width = min(self.WIDEST, self.width * 2)
-            self.open_range(self.edge)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """When a phase must end, in monotonic seconds: its share of the budget, and the end of the night window."""
-
-    share: float
-    window: float
-    interrupts: Interrupts
-
-    @property
-    def end(self) -> float:
-        return min(self.share, self.window)
-
-    def reached(self, progressed: bool) -> str | None:
-        """The stop reason; the budget leaves a phase that has not `progressed` its first batch, the window does not."""
-        now = time.monotonic()
-        if self.interrupts.requested:
-            return "signal"
-        return "budget" if now >= self.window or (progressed and now >= self.share) else None
-
-
-@dataclass(slots=True)
-class Progress:
-    """What a phase reports while it works. All are called outside any transaction."""
-
-    batch: Callable[[Batch, int, float], None]  # deleted rows: with the batch's limit and its duration in seconds
-    retry: Callable[[RetentionError, Verdict, int], None]
-
-
-# Another number when the table's file is another, after VACUUM FULL for example.
-SHAPE = "pg_relation_filenode(%(oid)s::oid::regclass)::bigint"
-
-
-class Phase:
-    """The work on one table; `run` returns the stop reason, and the counts stand whatever ended it."""
-
-    RETRIES = 8  # in a row: a batch of 5000 shrinks to one row in 7 steps
-    RETRIES_IN_TRIGGER = 3  # in a row, of what a retry cures, before the row is suspected
-    FRUITLESS = 4  # passes that claim rows and delete none
-    RECONNECT_FOR = 30.0  # seconds
-
-    def __init__(
-        self, session: Session, table: Table, now: dt.datetime, size: int, pause: dt.timedelta | None, limits: Limits
-    ) -> None:
-        self.session = session
-        self.table = table
-        self.bound = table.bound(now)
-        self.size = self.limit = size
-        self.pause = pause
-        self.limits = limits
-        self.deleted: int | None = 0
-        self.blockers: set[str] = set()
-        self.refusal: RetentionError | None = None
-        self.tally = Tally()
-        self.seeds: dict[str, None] = {}
-        self.failures = 0
-        self.progressed = False
-        self.in_doubt: Batch | None = None
-        self.file, self.pages = 0, 0
-        self.begin(by_pages=not table.indexed)
-
-    def begin(self, *, by_pages: bool) -> None:
-        """Start a pass, its counts from nothing."""
-        self.by_pages = by_pages
-        self.walk = walk_of(self.table, "pages" if by_pages else "index")
-        if self.table.references:
-            self.walk_statement = closed_batch(self.table, self.walk, walked(self.table, self.walk))
-            self.climb_statement = closed_batch(self.table, self.walk, climbed(self.table, self.walk))
-        else:
-            self.walk_statement = self.climb_statement = simple_batch(self.table, self.walk)
-        self.tally = Tally()
-        self.seeds = {}
-        self.position: AlongIndex | AcrossPages | None = None
-
-    def start(self) -> AlongIndex | AcrossPages:
-        """The first position of a pass; remembers what the table's file is, and how long."""
-        query = sql.SQL(
-            "SELECT {}, pg_relation_size(c.oid::regclass) / current_setting('block_size')::bigint,"
-            " CASE WHEN c.reltuples > 0 AND c.relpages > 0 THEN c.reltuples::float8 / c.relpages ELSE 50 END"
-            " FROM pg_class c WHERE c.oid = %(oid)s::oid"
-        ).format(sql.SQL(SHAPE))
-        with self.session.transaction(snapshot=True) as connection:
-            row = connection.execute(query, {"oid": self.table.oid}).fetchone()
-        if row is None:
-            raise PolicyFailedError(f"table {self.table.name} does not exist any more", "42P01")
-        self.file, self.pages, rows_per_page = row
-        if not self.by_pages:
-            self.pages = 2**32 - 1  # what is appended has its place in the index
-            return AlongIndex(self.walk, self.bound)
-        return AcrossPages(self.walk, self.pages, max(rows_per_page, 0.01), self.limit)
-
-    def run(self, progress: Progress) -> str:
-        """Passes over the table until one finds nothing left; PolicyFailedError when the policy cannot go on."""
-        fruitless = 0
-        while True:
-            stopped = self.one_pass(progress)
-            if stopped:
-                return stopped
-            tally = self.tally
-            fruitless += not tally.deleted
-            if fruitless < self.FRUITLESS and (tally.held < 0 or self.moved()):
-                pass  # other sessions brought old rows behind the walk
-            elif not tally.left:
-                return "drained"
-            elif not tally.deleted and not tally.missed:
-                return "locked"
-            elif fruitless >= self.FRUITLESS:
-                tally.undeletable += tally.missed
-                raise PolicyFailedError(
-                    f"claimed {tally.missed}, deleted 0: the database reports no error and keeps the rows;"
-                    f" look for a BEFORE DELETE trigger or a rule on {self.table.name}"
-                )
-            elif tally.missed:  # another session may have changed the rows just then
-                self.limits.interrupts.sleep(0.2)
-            self.begin(by_pages=self.by_pages)
-
-    def moved(self) -> bool:
-        """Whether rows of the policy may stand where this pass has not been.
-
-        So it is when the table was written anew, or when rows were changed and so appended to it.
-        """
-        query = sql.SQL(
-            "SELECT {shape}, EXISTS (SELECT FROM ONLY {table} t WHERE t.ctid >= %(end)s::tid AND {predicate})"
-        ).format(shape=sql.SQL(SHAPE), table=relation(self.table.name), predicate=predicate(self.table))
-        parameters = {**values(self.table, self.bound), "oid": self.table.oid, "end": f"({self.pages},0)"}
-        try:
-            with self.session.transaction(WALKING, snapshot=True) as connection:
-                row = connection.execute(query, parameters).fetchone()
-        except psycopg.Error as error:
-            if judge(error) is Verdict.RECONNECT:
-                return True  # the next pass connects again
-            raise
-        assert row is not None
-        return bool(row[0] != self.file or row[1])
-
-    def one_pass(self, progress: Progress) -> str | None:
-        """Walk over the table once, climbing to what was freed behind; a stop reason if it could not finish."""
-        while self.seeds or self.position is None or not self.position.done:
-            if stopped := self.limits.reached(self.progressed):
-                return stopped
-            seeds = list(self.seeds)[: self.limit]
-            limit, started = self.limit, time.monotonic()
-            refused = None
-            try:
-                batch = self.execute(seeds, limit)
-            except psycopg.Error as error:
-                recovered = self.recover(error, seeds, progress)
-                if recovered is None:
-                    continue
-                batch, refused = recovered
-            seconds = time.monotonic() - started
-            self.failures, self.progressed = 0, True
-            self.tally.add(batch, climbing=bool(seeds), refused=refused)
-            assert self.deleted is not None
-            self.deleted += batch.deleted
-            self.blockers.update(self.table.references[number].name for number in batch.held_by)
-            assert self.position is not None
-            if seeds:
-                self.seeds = dict.fromkeys(list(self.seeds)[len(seeds) :])
-            else:
-                self.position.advance(batch, limit)
-            self.seeds.update(dict.fromkeys(batch.freed))
-            self.limit = min(self.size, self.limit * 2) if refused is None else 1
-            if batch.deleted:
-                progress.batch(batch, limit, seconds)
-            if self.position.crowded:
-                self.begin(by_pages=True)
-            elif batch.deleted and not (self.position.done and not self.seeds):
-                wait = seconds if self.pause is None else self.pause / UNITS["s"]
-                self.limits.interrupts.sleep(min(wait, self.limits.end - time.monotonic()))
-        return None
-
-    def execute(self, seeds: list[str], limit: int, *, delete: bool = True) -> Batch:
-        """One batch in one transaction. `in_doubt` holds its result while its COMMIT is under way."""
-        if self.position is None:
-            self.position = self.start()
-        parameters = {
-            **values(self.table, self.bound),
-            **self.position.parameters,
-            "seeds": seeds,
-            "limit": limit,
-            "delete": delete,
-            "locked": None,
-            "oid": self.table.oid,
-        }
-        statement = self.climb_statement if seeds else self.walk_statement
-        self.in_doubt = None
-        with self.session.transaction(WALKING, schema=self.table.name.schema) as connection:
-            if self.table.own_action and delete:
-                # A child that was committed after the statement began would not be seen, and go along with its parent.
-                # So lock first, which keeps new children out, and look again in a statement that sees what came before.
-                row = connection.execute(statement, {**parameters, "delete": False}).fetchone()
-                assert row is not None
-                parameters["locked"] = Batch(*row).locked
-            row = connection.execute(statement, parameters).fetchone()
-            assert row is not None
-            batch = Batch(*row)
-            if not batch.unchanged:
-                raise PolicyFailedError(
-                    f"triggers or foreign keys on {self.table.name} were changed while the run was on it;"
-                    " the next run judges it anew"
-                )
-            self.in_doubt = batch if batch.xid else None
-        self.in_doubt = None
-        return batch
-
-    def recover(
-        self, error: psycopg.Error, seeds: list[str], progress: Progress
-    ) -> tuple[Batch, Verdict | None] | None:
-        """Do what the error calls for: None to try again, a batch with the reason why its one row stays, or raise."""
-        verdict = judge(error)
-        failure = policy_failure(error)
-        if error.diag.context and self.failures >= self.RETRIES_IN_TRIGGER:
-            verdict = Verdict.ISOLATE
-        elif verdict is Verdict.FAIL or self.failures >= self.RETRIES:
-            raise failure from None
-        progress.retry(failure, verdict, self.limit)
-        if verdict is Verdict.ISOLATE:
-            if self.limit > 1:
-                self.limit = max(1, self.limit // 4)
-                return None
-            refused = Verdict.BLOCKED if error.sqlstate in FOREIGN_KEY else Verdict.ISOLATE
-            if refused is Verdict.BLOCKED:
-                self.blockers.update(filter(None, [public_name(error.diag, error.diag.constraint_name)]))
-            else:
-                self.refusal = self.refusal or failure
-            with contextlib.suppress(psycopg.Error):  # then the row is tried, and found, once more
-                return self.execute(seeds, 1, delete=False), refused
-        self.failures += 1
-        if (
-            time.monotonic() >= self.limits.end
-            and not self.progressed
-            and (verdict is not Verdict.SMALLER or self.limit == 1)
-        ):
-            raise failure from None  # a first batch is worth making smaller even then
-        if verdict is Verdict.RECONNECT:
-            return self.reconnect(failure)
-        if verdict is Verdict.SMALLER and self.limit == 1 and error.sqlstate == "57014" and not self.by_pages:
-            self.begin(
-                by_pages=True
-            )  # the index may lead through too many rows of no interest before the first that is
-        self.limit = self.limit if verdict is Verdict.RETRY else max(1, self.limit // 4)
-        self.limits.interrupts.sleep(min(0.05 * 2**self.failures, 2.0))
-        return None
-
-    def reconnect(self, failure: PolicyFailedError) -> tuple[Batch, None] | None:
-        """Connect again; the batch whose COMMIT was cut off, if it went through.
-
-        Even after a signal one try is made, to settle the doubt. If it cannot be, `deleted` is not known.
-        """
-        doubtful, end = self.in_doubt, min(time.monotonic() + self.RECONNECT_FOR, self.limits.window)
-        deleted, self.deleted = self.deleted, None if doubtful else self.deleted
-        while True:
-            try:
-                self.session.close()
-                if not doubtful:
-                    self.session.connect_until(end)
-                    return None
-                self.session.connect(urgent=True)
-                committed = self.went_through(doubtful)
-                self.deleted = deleted
-                return (doubtful, None) if committed else None
-            except (UnavailableError, psycopg.OperationalError) as error:
-                if self.limits.interrupts.requested:
-                    raise StoppedError from None
-                if not doubtful or time.monotonic() > end:
-                    message = error.message if isinstance(error, UnavailableError) else describe(error)
-                    raise PolicyFailedError(f"{failure.message}; then {message}", failure.sqlstate) from None
-            self.limits.interrupts.sleep(1.0)
-
-    def went_through(self, batch: Batch) -> bool:
-        """Whether a batch was committed: its transaction is over, and the row that it deleted is not there.
-
-        The status of the transaction alone would not do: after a crash its number may be another's.
-        """
-        status = "SELECT pg_xact_status(%(xid)s::xid8)"
-        witness = sql.SQL(
-            "SELECT NOT EXISTS (SELECT FROM ONLY {} t WHERE t.ctid = %(gone_tid)s::tid AND t.{} = %(gone_age)s::{})"
-        ).format(relation(self.table.name), Name(self.table.age), sql.SQL(self.table.age_type))
-        while True:
-            try:
-                with self.session.transaction(snapshot=True) as connection:
-                    row = connection.execute(status, {"xid": batch.xid}).fetchone()
-            except psycopg.errors.InvalidParameterValue:  # in the future: lost with what followed it, in a fail-over
-                return False
-            if row != ("in progress",):
-                break
-            self.limits.interrupts.sleep(0.1)
-        if row != ("committed",):
-            return False
-        with self.session.transaction(snapshot=True) as connection:
-            found = connection.execute(witness, {"gone_tid": batch.gone_tid, "gone_age": batch.gone_age}).fetchone()
-        return found == (True,)
-
-    def count_rest(self, timeout: dt.timedelta) -> None:
-        """After a pass that did not finish: what is left of the policy, and how much of it is blocked, if time allows.
-
-        Raises psycopg.Error when it does not.
-        """
-        with self.session.transaction(SURVEYING, snapshot=True, timeout=timeout) as connection:
-            row = connection.execute(survey([self.table]), values(self.table, self.bound, "p0_")).fetchone()
-        assert row is not None
-        found, held = row
-        undeletable = self.tally.undeletable
-        self.tally = Tally(0, held, undeletable, max(0, found - held - undeletable))
-
-
 # ── Reporting ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 # The journal, the line form, the result and the state file. Never decides, never stops a purge.
 
@@ -2117,63 +1697,6 @@ class Log:
                 print(f"[{moment}] [{event.level.name}] {message} {pairs}", file=self.stream, flush=True)
 
 
-STOP_REASONS = ("drained", "locked", "budget", "signal", "failed")  # from good to bad
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What became of one policy. A count that is not known is None."""
-
-    policy: Policy
-    cutoff: dt.datetime | None = None
-    deleted: int | None = 0
-    backlog: int | None = None
-    blocked: int | None = None
-    undeletable: int | None = None
-    stop_reason: str = "drained"
-    error: RetentionError | None = None
-
-    def json(self, deleted: str = "deleted") -> dict[str, Any]:
-        return {
-            "table": str(self.policy.table),
-            "cutoff": self.cutoff and format_time(self.cutoff),
-            deleted: self.deleted,
-            "backlog": self.backlog,
-            "blocked": self.blocked,
-            "undeletable": self.undeletable,
-            "stop_reason": self.stop_reason,
-            "error": self.error and self.error.json(),
-        }
-
-
-@dataclass(slots=True)
-class Result:
-    """What became of a run. `errors` are pairs of key and message: what stopped the whole of it."""
-
-    job_run_id: str
-    exit_status: Exit
-    now: dt.datetime | None = None
-    outcomes: list[Outcome] = field(default_factory=list)
-    errors: list[tuple[str, str]] = field(default_factory=list)
-
-    @property
-    def stop_reason(self) -> str:
-        if self.errors:
-            return "failed"
-        return max((outcome.stop_reason for outcome in self.outcomes), key=STOP_REASONS.index)
-
-    def json(self, deleted: str = "deleted") -> str:
-        document = {
-            "job_run_id": self.job_run_id,
-            "now": self.now and format_time(self.now),
-            "stop_reason": self.stop_reason,
-            "exit_status": int(self.exit_status),
-            "policies": {outcome.policy.name: outcome.json(deleted) for outcome in self.outcomes},
-            "errors": [{"key": key, "message": message} for key, message in self.errors],
-        }
-        return json.dumps(document, ensure_ascii=False, indent=2)
-
-
 def uptime() -> float:
     """Seconds since this machine started, from a clock that nobody sets."""
     try:
@@ -2268,8 +1791,519 @@ def replace_file(path: str, content: str) -> None:
             raise
 
 
+# ── A phase ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# One policy's batches until nothing deletable is left. Knows the session, its statements and the log, and no file.
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one batch statement reports. Times and addresses are the server's text; None: the batch was not full."""
+
+    looked: int  # rows of the policy that it passed
+    held: int  # of these, rows to which a row that stays refers
+    claimed: int
+    deleted: int
+    first_age: str | None
+    last_age: str | None
+    last_tid: str | None
+    freed: list[str]
+    held_by: list[int]
+    xid: str | None
+    gone_tid: str | None  # one of the deleted rows: the witness of whether a doubtful COMMIT went through
+    gone_age: str | None
+    locked: list[str]  # addresses of the rows that were claimed, if none was to be deleted
+    unchanged: bool
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one pass over the table found: its rows of the policy are deleted, held, undeletable or left."""
+
+    deleted: int = 0
+    held: int = 0
+    undeletable: int = 0
+    left: int = 0
+    missed: int = 0  # of left: claimed, and not deleted all the same
+
+    def add(self, batch: Batch, *, climbing: bool, refused: str | None = None) -> None:
+        """Add what a batch did; `refused` ("blocked" or "undeletable") is why its one claimed row was not deleted.
+
+        A row that is climbed to was walked over before, as held: of 10 climbed to and 8 deleted, 2 are held still.
+        """
+        stays = batch.looked - batch.held - batch.deleted
+        self.held += batch.held - (batch.looked if climbing else 0)
+        self.deleted += batch.deleted
+        if refused is None:
+            self.left += stays
+            self.missed += batch.claimed - batch.deleted
+            return
+        self.left += stays - batch.claimed  # other sessions have these locked
+        if refused == "blocked":
+            self.held += batch.claimed
+        else:
+            self.undeletable += batch.claimed
+
+
+class AlongIndex:
+    """A position in the order of age. `done` once a batch was not full."""
+
+    # Rows of one age are sorted again by each batch that starts among them; from here on a walk by pages is cheaper.
+    MANY_OF_ONE_AGE = 1000
+
+    def __init__(self, walk: Walk, bound: str) -> None:
+        self.walk = walk
+        self.age, self.tid = (bound if walk.descending else "-infinity"), "(0,0)"
+        self.of_one_age = 0
+        self.done = False
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        return {"age": self.age, "tid": self.tid}
+
+    @property
+    def crowded(self) -> bool:
+        return self.of_one_age >= self.MANY_OF_ONE_AGE
+
+    def advance(self, batch: Batch, limit: int) -> None:
+        if batch.last_age is None or batch.last_tid is None:
+            self.done = True
+            if self.walk.descending:  # everything counts as walked over now
+                self.age, self.tid = "-infinity", "(0,0)"
+            return
+        same = batch.first_age == batch.last_age
+        self.of_one_age = (self.of_one_age if same and batch.last_age == self.age else 0) + (limit if same else 0)
+        self.age, self.tid = batch.last_age, batch.last_tid
+
+
+class AcrossPages:
+    """A position in the heap, inside a range of `width` pages that adapts so that a range fills most of a batch.
+
+    The pages are those that the table had when the pass began; `Phase.moved` looks after what was appended since.
+    """
+
+    FILL = 0.8  # of a batch: a range that overfills one is sorted again for the next
+    WIDEST = 1024  # pages, 8 MiB: where little matches, a transaction stays short all the same
+    crowded = False
+
+    def __init__(self, walk: Walk, pages: int, rows_per_page: float, limit: int) -> None:
+        self.walk = walk
+        self.pages = pages
+        self.width = min(self.WIDEST, max(1, int(self.FILL * limit / rows_per_page)))
+        self.tid = f"({pages},0)" if walk.descending else "(0,0)"
+        self.edge = 0
+        self.open_range(pages if walk.descending else 0)
+        self.done = pages == 0
+
+    def open_range(self, page: int) -> None:
+        self.edge = max(0, page - self.width) if self.walk.descending else min(self.pages, page + self.width)
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        return {"tid": self.tid, "edge": f"({self.edge},0)"}
+
+    def advance(self, batch: Batch, limit: int) -> None:
+        if batch.last_tid is not None:
+            page, start = (int(tid[1:].split(",")[0]) for tid in (batch.last_tid, self.tid))
+            self.width = max(1, int(self.FILL * (abs(page - start) + 1)))
+            self.tid = batch.last_tid
+            # the rest of the last row's page belongs to the next range
+            self.open_range(page + 1 if self.walk.descending else page)
+        else:
+            self.done = self.edge in (0, self.pages)
+            self.tid = f"({self.edge},0)"
+            if batch.looked < limit / 2:
+                self.width = min(self.WIDEST, self.width * 2)
+            self.open_range(self.edge)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When a phase must end, in monotonic seconds: its share of the budget, and the end of the night window."""
+
+    share: float
+    window: float
+    interrupts: Interrupts
+
+    @property
+    def end(self) -> float:
+        return min(self.share, self.window)
+
+    def reached(self, progressed: bool) -> str | None:
+        """The stop reason; the budget leaves a phase that has not `progressed` its first batch, the window does not."""
+        now = time.monotonic()
+        if self.interrupts.requested:
+            return "signal"
+        return "budget" if now >= self.window or (progressed and now >= self.share) else None
+
+
+# Another number when the table's file is another, after VACUUM FULL for example.
+SHAPE = "pg_relation_filenode(%(oid)s::oid::regclass)::bigint"
+
+
+class Phase:
+    """The work on one table; `run` returns the stop reason, and the counts stand whatever ended it."""
+
+    RETRIES = 8  # in a row: a batch of 5000 shrinks to one row in 7 steps
+    RETRIES_IN_TRIGGER = 3  # in a row, of what a retry cures, before the row is suspected
+    SUSPECTS = 5  # such rows, none deleted between, before it is the table's fault
+    FRUITLESS = 4  # passes that claim rows and delete none
+    RECONNECT_FOR = 30.0  # seconds
+
+    def __init__(
+        self,
+        session: Session,
+        table: Table,
+        now: dt.datetime,
+        size: int,
+        pause: dt.timedelta | None,
+        limits: Limits,
+        log: Log,
+    ) -> None:
+        self.session = session
+        self.log = log
+        self.table = table
+        self.bound = table.bound(now)
+        self.size = self.limit = size
+        self.pause = pause
+        self.limits = limits
+        self.deleted: int | None = 0
+        self.blockers: set[str] = set()
+        self.refusal: RetentionError | None = None
+        self.tally = Tally()
+        self.seeds: dict[str, None] = {}
+        self.failures = 0
+        self.suspects = 0
+        self.progressed = False
+        self.in_doubt: Batch | None = None
+        self.file, self.pages = 0, 0
+        self.begin_pass(by_pages=not table.indexed)
+
+    def begin_pass(self, *, by_pages: bool) -> None:
+        """Start a pass, its counts from nothing."""
+        self.by_pages = by_pages
+        self.walk = walk_of(self.table, "pages" if by_pages else "index")
+        if self.table.references:
+            self.walk_statement = closed_batch(self.table, self.walk, walked(self.table, self.walk))
+            self.climb_statement = closed_batch(self.table, self.walk, climbed(self.table, self.walk))
+        else:
+            self.walk_statement = self.climb_statement = simple_batch(self.table, self.walk)
+        self.tally = Tally()
+        self.seeds = {}
+        self.position: AlongIndex | AcrossPages | None = None
+
+    def first_position(self) -> AlongIndex | AcrossPages:
+        """The first position of a pass; remembers what the table's file is, and how long."""
+        query = sql.SQL(
+            "SELECT {}, pg_relation_size(c.oid::regclass) / current_setting('block_size')::bigint,"
+            " CASE WHEN c.reltuples > 0 AND c.relpages > 0 THEN c.reltuples::float8 / c.relpages ELSE 50 END"
+            " FROM pg_class c WHERE c.oid = %(oid)s::oid"
+        ).format(sql.SQL(SHAPE))
+        with self.session.transaction(snapshot=True) as connection:
+            row = connection.execute(query, {"oid": self.table.oid}).fetchone()
+        if row is None:
+            raise PolicyFailedError(f"table {self.table.name} does not exist any more", "42P01")
+        self.file, self.pages, rows_per_page = row
+        if not self.by_pages:
+            self.pages = 2**32 - 1  # what is appended has its place in the index
+            return AlongIndex(self.walk, self.bound)
+        return AcrossPages(self.walk, self.pages, max(rows_per_page, 0.01), self.limit)
+
+    def run(self) -> str:
+        """Passes over the table until one finds nothing left; PolicyFailedError when the policy cannot go on."""
+        fruitless = 0
+        while True:
+            stopped = self.one_pass()
+            if stopped:
+                return stopped
+            tally = self.tally
+            fruitless += not tally.deleted
+            if fruitless < self.FRUITLESS and (tally.held < 0 or self.moved()):
+                pass  # other sessions brought old rows behind the walk
+            elif not tally.left:
+                return "drained"
+            elif not tally.deleted and not tally.missed:
+                return "locked"
+            elif fruitless >= self.FRUITLESS:
+                tally.undeletable += tally.missed
+                raise PolicyFailedError(
+                    f"claimed {tally.missed}, deleted 0: the database reports no error and keeps the rows;"
+                    f" look for a BEFORE DELETE trigger or a rule on {self.table.name}"
+                )
+            elif tally.missed:  # another session may have changed the rows just then
+                self.limits.interrupts.sleep(0.2)
+            self.begin_pass(by_pages=self.by_pages)
+
+    def moved(self) -> bool:
+        """Whether rows of the policy may stand where this pass has not been.
+
+        So it is when the table was written anew, or when rows were changed and so appended to it.
+        """
+        query = sql.SQL(
+            "SELECT {shape}, EXISTS (SELECT FROM ONLY {table} t WHERE t.ctid >= %(end)s::tid AND {predicate})"
+        ).format(shape=sql.SQL(SHAPE), table=relation(self.table.name), predicate=predicate(self.table))
+        parameters = {**values(self.table, self.bound), "oid": self.table.oid, "end": f"({self.pages},0)"}
+        try:
+            with self.session.transaction(WALKING, snapshot=True) as connection:
+                row = connection.execute(query, parameters).fetchone()
+        except psycopg.Error as error:
+            if judge(error) is Verdict.RECONNECT:
+                return True  # the next pass connects again
+            raise
+        assert row is not None
+        return bool(row[0] != self.file or row[1])
+
+    def one_pass(self) -> str | None:
+        """Walk over the table once, climbing to what was freed behind; a stop reason if it could not finish."""
+        while self.seeds or self.position is None or not self.position.done:
+            if stopped := self.limits.reached(self.progressed):
+                return stopped
+            seeds = list(self.seeds)[: self.limit]
+            limit, started = self.limit, time.monotonic()
+            refused = None
+            try:
+                batch = self.execute(seeds, limit)
+            except psycopg.Error as error:
+                recovered = self.recover(error, seeds)
+                if recovered is None:
+                    continue
+                batch, refused = recovered
+            seconds = time.monotonic() - started
+            self.failures, self.progressed = 0, True
+            self.tally.add(batch, climbing=bool(seeds), refused=refused)
+            assert self.deleted is not None
+            self.deleted += batch.deleted
+            self.suspects = 0 if batch.deleted else self.suspects
+            self.blockers.update(self.table.references[number].name for number in batch.held_by)
+            assert self.position is not None
+            if seeds:
+                self.seeds = dict.fromkeys(list(self.seeds)[len(seeds) :])
+            else:
+                self.position.advance(batch, limit)
+            self.seeds.update(dict.fromkeys(batch.freed))
+            self.limit = min(self.size, self.limit * 2) if refused is None else 1
+            if batch.deleted:
+                self.log.emit(
+                    BATCH_DELETED,
+                    "batch deleted",
+                    PHASE=self.table.policy.name,
+                    DELETED_COUNT=batch.deleted,
+                    BATCH_SIZE=limit,
+                    DURATION_MS=round(seconds * 1000),
+                )
+            if self.position.crowded:
+                self.begin_pass(by_pages=True)
+            elif batch.deleted and not (self.position.done and not self.seeds):
+                wait = seconds if self.pause is None else self.pause / UNITS["s"]
+                self.limits.interrupts.sleep(min(wait, self.limits.end - time.monotonic()))
+        return None
+
+    def execute(self, seeds: list[str], limit: int, *, delete: bool = True) -> Batch:
+        """One batch in one transaction. `in_doubt` holds its result while its COMMIT is under way."""
+        if self.position is None:
+            self.position = self.first_position()
+        parameters = {
+            **values(self.table, self.bound),
+            **self.position.parameters,
+            "seeds": seeds,
+            "limit": limit,
+            "delete": delete,
+            "locked": None,
+            "oid": self.table.oid,
+        }
+        statement = self.climb_statement if seeds else self.walk_statement
+        self.in_doubt = None
+        with self.session.transaction(WALKING, schema=self.table.name.schema) as connection:
+            if self.table.own_action and delete:
+                # A child that was committed after the statement began would not be seen, and go along with its parent.
+                # So lock first, which keeps new children out, and look again in a statement that sees what came before.
+                row = connection.execute(statement, {**parameters, "delete": False}).fetchone()
+                assert row is not None
+                parameters["locked"] = Batch(*row).locked
+            row = connection.execute(statement, parameters).fetchone()
+            assert row is not None
+            batch = Batch(*row)
+            if not batch.unchanged:
+                raise PolicyFailedError(
+                    f"triggers or foreign keys on {self.table.name} were changed while the run was on it;"
+                    " the next run judges it anew"
+                )
+            self.in_doubt = batch if batch.xid else None
+        self.in_doubt = None
+        return batch
+
+    def recover(self, error: psycopg.Error, seeds: list[str]) -> tuple[Batch, str | None] | None:
+        """Do what the error calls for: None to try again, a batch with the reason why its one row stays, or raise."""
+        verdict = judge(error)
+        failure = policy_failure(error)
+        if error.diag.context and self.failures >= self.RETRIES_IN_TRIGGER and self.suspects < self.SUSPECTS:
+            verdict = Verdict.ISOLATE
+            self.suspects += self.limit == 1
+        elif verdict is Verdict.FAIL or self.failures >= self.RETRIES:
+            raise failure from None
+        if verdict is not Verdict.ISOLATE or self.log.verbose:  # isolating ends in a row that the phase counts
+            self.log.emit(
+                BATCH_RETRIED,
+                f"batch failed, {verdict.value}",
+                PHASE=self.table.policy.name,
+                SQLSTATE=failure.sqlstate,
+                ERROR=failure.message,
+                BATCH_SIZE=self.limit,
+            )
+        smallest = self.limit == 1
+        if verdict is Verdict.ISOLATE:
+            if smallest:
+                return self.leave_row(error, failure, seeds)
+            self.limit = max(1, self.limit // 4)
+            return None
+        self.failures += 1
+        may_shrink = verdict is Verdict.SMALLER and not smallest  # a first batch is worth making smaller in any case
+        if not self.progressed and not may_shrink and time.monotonic() >= self.limits.end:
+            raise failure from None
+        if verdict is Verdict.RECONNECT:
+            return self.reconnect(failure)
+        if verdict is Verdict.SMALLER:
+            self.limit = max(1, self.limit // 4)
+        if smallest and error.sqlstate == "57014" and not self.by_pages:
+            # the index may lead through too many rows of no interest before the first that is
+            self.begin_pass(by_pages=True)
+        self.limits.interrupts.sleep(min(0.05 * 2**self.failures, 2.0))
+        return None
+
+    def leave_row(self, error: psycopg.Error, failure: RetentionError, seeds: list[str]) -> tuple[Batch, str] | None:
+        """Pass over the one row that the database refuses to delete, and remember why; None to try it once more."""
+        refused = "blocked" if error.sqlstate in FOREIGN_KEY else "undeletable"
+        try:
+            batch = self.execute(seeds, 1, delete=False)
+        except psycopg.Error:
+            self.failures += 1
+            return None
+        if refused == "blocked":
+            self.blockers.update(filter(None, [public_name(error.diag, error.diag.constraint_name)]))
+        else:
+            self.refusal = self.refusal or failure
+        return batch, refused
+
+    def reconnect(self, failure: PolicyFailedError) -> tuple[Batch, None] | None:
+        """Connect again; the batch whose COMMIT was cut off, if it went through.
+
+        Even after a signal one try is made, to settle the doubt. If it cannot be, `deleted` is not known.
+        """
+        doubtful, end = self.in_doubt, min(time.monotonic() + self.RECONNECT_FOR, self.limits.window)
+        deleted, self.deleted = self.deleted, None if doubtful else self.deleted
+        while True:
+            try:
+                self.session.close()
+                if not doubtful:
+                    self.session.connect_until(end)
+                    return None
+                self.session.connect(urgent=True)
+                committed = self.went_through(doubtful)
+                self.deleted = deleted
+                return (doubtful, None) if committed else None
+            except (UnavailableError, psycopg.OperationalError) as error:
+                if self.limits.interrupts.requested:
+                    raise StoppedError from None
+                if not doubtful or time.monotonic() > end:
+                    message = error.message if isinstance(error, UnavailableError) else describe(error)
+                    raise PolicyFailedError(f"{failure.message}; then {message}", failure.sqlstate) from None
+            self.limits.interrupts.sleep(1.0)
+
+    def went_through(self, batch: Batch) -> bool:
+        """Whether a batch was committed: its transaction is over, and the row that it deleted is not there.
+
+        The status of the transaction alone would not do: after a crash its number may be another's.
+        """
+        status = "SELECT pg_xact_status(%(xid)s::xid8)"
+        witness = sql.SQL(
+            "SELECT NOT EXISTS (SELECT FROM ONLY {} t WHERE t.ctid = %(gone_tid)s::tid AND t.{} = %(gone_age)s::{})"
+        ).format(relation(self.table.name), Name(self.table.age), sql.SQL(self.table.age_type))
+        while True:
+            try:
+                with self.session.transaction(snapshot=True) as connection:
+                    row = connection.execute(status, {"xid": batch.xid}).fetchone()
+            except psycopg.errors.InvalidParameterValue:  # in the future: lost with what followed it, in a fail-over
+                return False
+            if row != ("in progress",):
+                break
+            self.limits.interrupts.sleep(0.1)
+        if row != ("committed",):
+            return False
+        with self.session.transaction(snapshot=True) as connection:
+            found = connection.execute(witness, {"gone_tid": batch.gone_tid, "gone_age": batch.gone_age}).fetchone()
+        return found == (True,)
+
+    def count_rest(self, timeout: dt.timedelta) -> None:
+        """After a pass that did not finish: what is left of the policy, and how much of it is blocked, if time allows.
+
+        Raises psycopg.Error when it does not.
+        """
+        with self.session.transaction(SURVEYING, snapshot=True, timeout=timeout) as connection:
+            row = connection.execute(survey([self.table]), values(self.table, self.bound, "p0_")).fetchone()
+        assert row is not None
+        found, held = row
+        undeletable = self.tally.undeletable
+        self.tally = Tally(0, held, undeletable, max(0, found - held - undeletable))
+
+
 # ── The run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 # Policies in order, each with its share of the time. Decides what runs; the reporting above tells it.
+
+STOP_REASONS = ("drained", "locked", "budget", "signal", "failed")  # from good to bad
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one policy. A count that is not known is None."""
+
+    policy: Policy
+    cutoff: dt.datetime | None = None
+    deleted: int | None = 0
+    backlog: int | None = None
+    blocked: int | None = None
+    undeletable: int | None = None
+    stop_reason: str = "drained"
+    error: RetentionError | None = None
+
+    def json(self, deleted: str = "deleted") -> dict[str, Any]:
+        return {
+            "table": str(self.policy.table),
+            "cutoff": self.cutoff and format_time(self.cutoff),
+            deleted: self.deleted,
+            "backlog": self.backlog,
+            "blocked": self.blocked,
+            "undeletable": self.undeletable,
+            "stop_reason": self.stop_reason,
+            "error": self.error and self.error.json(),
+        }
+
+
+@dataclass(slots=True)
+class Result:
+    """What became of a run. `errors` are pairs of key and message: what stopped the whole of it."""
+
+    job_run_id: str
+    exit_status: Exit
+    now: dt.datetime | None = None
+    outcomes: list[Outcome] = field(default_factory=list)
+    errors: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def stop_reason(self) -> str:
+        if self.errors:
+            return "failed"
+        return max((outcome.stop_reason for outcome in self.outcomes), key=STOP_REASONS.index)
+
+    def json(self, deleted: str = "deleted") -> str:
+        document = {
+            "job_run_id": self.job_run_id,
+            "now": self.now and format_time(self.now),
+            "stop_reason": self.stop_reason,
+            "exit_status": int(self.exit_status),
+            "policies": {outcome.policy.name: outcome.json(deleted) for outcome in self.outcomes},
+            "errors": [{"key": key, "message": message} for key, message in self.errors],
+        }
+        return json.dumps(document, ensure_ascii=False, indent=2)
+
 
 # What a cutoff may gain on the time that passed: the timer's random delay, a late night, a leap of the calendar.
 BRAKE_SLACK = dt.timedelta(days=1)
@@ -2438,7 +2472,7 @@ def run_phase(
         if job.scheduled:
             brake(state.policies.get(policy.name), policy, now)
         size = policy.batch_size or job.config.run.batch_size
-        phase = Phase(job.session, table, now, size, job.config.run.pause, limits)
+        phase = Phase(job.session, table, now, size, job.config.run.pause, limits, job.log)
         job.log.emit(
             PHASE_STARTED,
             f"Starting {policy.title or policy.name}.",
@@ -2450,7 +2484,7 @@ def run_phase(
         if job.session.connection is None:  # lost in the phase before
             connect_again(job, limits)
         state.record(policy, now, consent=not job.scheduled)
-        outcome.stop_reason = phase.run(report_progress(job, policy))
+        outcome.stop_reason = phase.run()
     except StoppedError:
         outcome.stop_reason = "signal"
     except PolicyFailedError as error:
@@ -2478,7 +2512,7 @@ def count_what_stays(phase: Phase, outcome: Outcome) -> None:
     """Fill in backlog and its parts: from the last pass if it was finished, else by a count with a time limit."""
     finished = outcome.stop_reason in ("drained", "locked") and outcome.error is phase.refusal
     if not finished:
-        timeout = min(COUNT_TIMEOUT, phase.limits.interrupts.patience())
+        timeout = min(COUNT_TIMEOUT, phase.limits.interrupts.time_left())
         if phase.session.connection is None or timeout < COUNT_TIMEOUT / 50:
             return
         try:
@@ -2488,32 +2522,6 @@ def count_what_stays(phase: Phase, outcome: Outcome) -> None:
     tally = phase.tally
     outcome.blocked, outcome.undeletable = tally.held, tally.undeletable
     outcome.backlog = tally.held + tally.undeletable + tally.left
-
-
-def report_progress(job: Job, policy: Policy) -> Progress:
-    def batch(done: Batch, limit: int, seconds: float) -> None:
-        job.log.emit(
-            BATCH_DELETED,
-            "batch deleted",
-            PHASE=policy.name,
-            DELETED_COUNT=done.deleted,
-            BATCH_SIZE=limit,
-            DURATION_MS=round(seconds * 1000),
-        )
-
-    def retry(failure: RetentionError, verdict: Verdict, limit: int) -> None:
-        if verdict is Verdict.ISOLATE and not job.log.verbose:
-            return  # a step on the way to a row that the phase will count
-        job.log.emit(
-            BATCH_RETRIED,
-            f"batch failed, {verdict.value}",
-            PHASE=policy.name,
-            SQLSTATE=failure.sqlstate,
-            ERROR=failure.message,
-            BATCH_SIZE=limit,
-        )
-
-    return Progress(batch, retry)
 
 
 def report_phase(job: Job, outcome: Outcome, seconds: float, blockers: set[str]) -> None:
@@ -2592,7 +2600,7 @@ def foresee(job: Job, tables: Sequence[Table], now: dt.datetime, outcome: Outcom
 
 
 # ── The commands ──────────────────────────────────────────────────────────────────────────────────────────────────────
-# What each verb does with a configuration. They print; `main` turns their result into the exit status.
+# What each verb does with a configuration: it prints its result, and returns the exit status for `main` to return.
 
 
 def give_up_root() -> None:
