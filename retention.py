@@ -38,7 +38,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import psycopg
 import psycopg.conninfo
@@ -577,10 +577,8 @@ def show_configuration(config: Configuration) -> str:
 
 
 # ── The session ───────────────────────────────────────────────────────────────────────────────────────────────────────
-# The one thin layer that talks to the driver. Depends on nothing that outlives a transaction, so it
-# works behind a pooler that hands each transaction to another server process.
-
-Row = TypeVar("Row")
+# The one thin layer that talks to the driver. Depends on nothing that outlives a transaction, so it works behind a
+# pooler that hands each transaction to another server process.
 
 
 class Name(sql.Identifier):
@@ -671,6 +669,7 @@ class Interrupts:
 
 
 def cancel(connection: psycopg.Connection[Any]) -> None:
+    """Ask the server to cancel what the connection is at; that it cannot be asked is for the caller's time-out."""
     with contextlib.suppress(psycopg.Error):
         connection.cancel()
 
@@ -864,6 +863,7 @@ PUBLIC_CLASSES = {"08", "0A", "25", "26", "28", "3D", "3F", "40", "42", "53", "5
 
 
 def judge(error: psycopg.Error) -> Verdict:
+    """What an error calls for, whether the server sent it or the driver found the connection lost."""
     state = error.sqlstate
     if state is None:
         return Verdict.RECONNECT if isinstance(error, psycopg.OperationalError) else Verdict.FAIL
@@ -1274,8 +1274,8 @@ def predicate(table: Table, alias: str = "t", policy: str = "", *, ordered: bool
     `policy` is a prefix of the parameters' names, for statements about several policies.
     """
     row = sql.Identifier(alias)
-    young = sql.SQL("{}.{} < " + f"%({policy}bound)s::{table.age_type}").format(row, Name(table.age))
-    conditions = [young if ordered else sql.SQL("({}) IS TRUE").format(young)]
+    old = sql.SQL("{}.{} < " + f"%({policy}bound)s::{table.age_type}").format(row, Name(table.age))
+    conditions = [old if ordered else sql.SQL("({}) IS TRUE").format(old)]
     for number, (column, kind, _values) in enumerate(table.only):
         cast = "::text" if kind == "text" else ""
         conditions.append(
@@ -1284,8 +1284,8 @@ def predicate(table: Table, alias: str = "t", policy: str = "", *, ordered: bool
     return sql.SQL(" AND ").join(conditions)
 
 
-def values(table: Table, bound: str, policy: str = "") -> dict[str, Any]:
-    """The parameters of `predicate`."""
+def parameters_of(table: Table, bound: str, policy: str = "") -> dict[str, Any]:
+    """The parameters of `predicate`, the cutoff being `bound`."""
     lists = {f"{policy}only{number}": list(column[2]) for number, column in enumerate(table.only)}
     return {f"{policy}bound": bound, **lists}
 
@@ -1435,50 +1435,61 @@ def climbed(table: Table, walk: Walk) -> sql.Composed:
     )
 
 
+def named_inside(table: Table) -> sql.Composed:
+    """Who names whom inside the look: (child, parent, number of the reference)."""
+    short = carried(table)
+    edges = [sql.SQL("SELECT tid AS child, tid AS parent, 0 AS reference FROM look WHERE false").format()]
+    for number, reference in enumerate(table.references):
+        if reference.own:
+            names = refers(reference, "x", "p", short, "x", "p")
+            edges.append(sql.SQL("SELECT x.tid, p.tid, {} FROM look x JOIN look p ON {}").format(number, names))
+    return sql.SQL(" UNION ALL ").join(edges)
+
+
+def named_outside(table: Table) -> sql.Composed:
+    """Each row of the look, with the number of the first reference by which more rows name it than are in the look.
+
+    A correlated count stays a probe of the children's index, where NOT EXISTS would hash the whole table. Without such
+    an index the children are read once for the batch, not once for each row.
+    """
+    short = carried(table)
+    joins, cases = [], []
+    for number, reference in enumerate(table.references):
+        parts = {
+            "number": sql.Literal(number),
+            "child": relation(reference.child),
+            "names": refers(reference, "x", "p", short, "p"),
+            "inside": sql.Identifier(f"inside{number}"),
+            "all": sql.Identifier(f"all{number}"),
+        }
+        known = sql.SQL("0").format()
+        if reference.own:
+            known = sql.SQL("COALESCE({inside}.n, 0)").format(**parts)
+            join = "(SELECT parent, count(*) AS n FROM edge WHERE reference = {number} GROUP BY parent) {inside}"
+            joins.append(sql.SQL(f"LEFT JOIN {join} ON {{inside}}.parent = p.tid").format(**parts))
+        total = "(SELECT count(*) FROM (SELECT FROM {child} x WHERE {names} LIMIT {known} + 1) s)"
+        if not reference.indexed:
+            total = "COALESCE({all}.n, 0)"
+            join = "(SELECT p.tid, count(*) AS n FROM look p JOIN {child} x ON {names} GROUP BY p.tid) {all}"
+            joins.append(sql.SQL(f"LEFT JOIN {join} ON {{all}}.tid = p.tid").format(**parts))
+        cases.append(sql.SQL(f"WHEN {total} > {{known}} THEN {{number}}").format(known=known, **parts))
+    return sql.SQL("SELECT p.tid, CASE {} END AS held_by FROM look p {}").format(
+        sql.SQL(" ").join(cases), sql.SQL(" ").join(joins)
+    )
+
+
 def closed_batch(table: Table, walk: Walk, look: sql.Composed) -> sql.Composed:
     """Look at rows, keep those to which a row that stays refers, then claim and delete the rest.
 
-    `edge` is who names whom inside the look, `counted` marks rows named from outside it (by a correlated count, which
-    stays an index probe), `held` goes from these to all that they name in turn. Rows are locked only when nothing
-    holds them and, where %(locked)s is given, only of these; `kept` undoes the choice of those whose child could not be
-    claimed. `freed` are rows behind the walk
-    that a deleted row named: the last that held them may be gone.
+    `held` goes from the rows named from outside the look to all that they name in turn. Rows are locked only when
+    nothing holds them and, where %(locked)s is given, only of these; `kept` undoes the choice of those whose child
+    could not be claimed. `freed` are rows behind the walk that a deleted row named: the last that held them may be gone.
     """
-    short = carried(table)
-    edges: list[sql.Composable] = [sql.SQL("SELECT tid AS child, tid AS parent, 0 AS reference FROM look WHERE false")]
-    joins, outside = [], []
-    for number, reference in enumerate(table.references):
-        known: sql.Composable = sql.SQL("0")
-        by_key = refers(reference, "x", "p", short, "p")
-        child = relation(reference.child)
-        if reference.own:
-            inner = refers(reference, "x", "p", short, "x", "p")
-            edges.append(sql.SQL("SELECT x.tid, p.tid, {} FROM look x JOIN look p ON {}").format(number, inner))
-            joins.append(
-                sql.SQL(
-                    "LEFT JOIN (SELECT parent, count(*) AS n FROM edge WHERE reference = {number} GROUP BY parent)"
-                    " {inner} ON {inner}.parent = p.tid"
-                ).format(number=number, inner=sql.Identifier(f"inside{number}"))
-            )
-            known = sql.SQL("COALESCE({}.n, 0)").format(sql.Identifier(f"inside{number}"))
-        if reference.indexed:
-            total = sql.SQL("(SELECT count(*) FROM (SELECT FROM {} x WHERE {} LIMIT {} + 1) s)").format(
-                child, by_key, known
-            )
-        else:  # one scan of the children for the batch, not one for each row
-            joins.append(
-                sql.SQL(
-                    "LEFT JOIN (SELECT p.tid, count(*) AS n FROM look p JOIN {} x ON {} GROUP BY p.tid) {outer}"
-                    " ON {outer}.tid = p.tid"
-                ).format(child, by_key, outer=sql.Identifier(f"all{number}"))
-            )
-            total = sql.SQL("COALESCE({}.n, 0)").format(sql.Identifier(f"all{number}"))
-        outside.append(sql.SQL("WHEN {} > {} THEN {}").format(total, known, number))
     return sql.SQL("""
 WITH RECURSIVE {look}, edge AS MATERIALIZED (
-    {edges}
+    {named_inside}
 ), counted AS MATERIALIZED (
-    SELECT p.tid, CASE {outside} END AS held_by FROM look p {joins}
+    {named_outside}
 ), held (tid) AS (
     SELECT tid FROM counted WHERE held_by IS NOT NULL
     UNION
@@ -1523,9 +1534,8 @@ SELECT (SELECT count(*) FROM look) AS looked,
 """).format(
         unchanged=unchanged(table),
         look=look,
-        edges=sql.SQL(" UNION ALL ").join(edges),
-        outside=sql.SQL(" ").join(outside),
-        joins=sql.SQL(" ").join(joins),
+        named_inside=named_inside(table),
+        named_outside=named_outside(table),
         table=relation(table.name),
         predicate=predicate(table),
         selected=selected(table),
@@ -1538,7 +1548,7 @@ def survey(tables: Sequence[Table]) -> sql.Composed:
 
     What an earlier policy takes, a later one does not find, nor does it hold anything. Each `held` starts from the rows
     that stay and goes to what they name, by key. Reads a whole table once for each policy with references. Parameters:
-    `values` under the prefixes p0_, p1_ and so on.
+    `parameters_of` under the prefixes p0_, p1_ and so on.
     """
 
     def not_taken(alias: str, name: TableName, number: int) -> sql.Composed:
@@ -2041,7 +2051,7 @@ class Phase:
         query = sql.SQL(
             "SELECT {shape}, EXISTS (SELECT FROM ONLY {table} t WHERE t.ctid >= %(end)s::tid AND {predicate})"
         ).format(shape=sql.SQL(SHAPE), table=relation(self.table.name), predicate=predicate(self.table))
-        parameters = {**values(self.table, self.bound), "oid": self.table.oid, "end": f"({self.pages},0)"}
+        parameters = {**parameters_of(self.table, self.bound), "oid": self.table.oid, "end": f"({self.pages},0)"}
         try:
             with self.session.transaction(WALKING, snapshot=True) as connection:
                 row = connection.execute(query, parameters).fetchone()
@@ -2102,7 +2112,7 @@ class Phase:
         if self.position is None:
             self.position = self.first_position()
         parameters = {
-            **values(self.table, self.bound),
+            **parameters_of(self.table, self.bound),
             **self.position.parameters,
             "seeds": seeds,
             "limit": limit,
@@ -2238,7 +2248,7 @@ class Phase:
         Raises psycopg.Error when it does not.
         """
         with self.session.transaction(SURVEYING, snapshot=True, timeout=timeout) as connection:
-            row = connection.execute(survey([self.table]), values(self.table, self.bound, "p0_")).fetchone()
+            row = connection.execute(survey([self.table]), parameters_of(self.table, self.bound, "p0_")).fetchone()
         assert row is not None
         found, held = row
         undeletable = self.tally.undeletable
@@ -2446,13 +2456,10 @@ def inspect_safely(job: Job, policy: Policy) -> Table | PolicyFailedError:
     for attempt in (1, 2):
         try:
             if attempt == 2:
-                job.session.close()
-                job.session.connect_until(min(time.monotonic() + Phase.RECONNECT_FOR, job.window_end))
+                connect_again(job)
             return inspect(job.session, policy)
         except PolicyFailedError as error:
             return error
-        except UnavailableError as error:
-            return PolicyFailedError(error.message, error.sqlstate)
         except psycopg.Error as error:
             if attempt == 2 or judge(error) is not Verdict.RECONNECT:
                 return policy_failure(error)
@@ -2482,7 +2489,7 @@ def run_phase(
             WALK=phase.walk.name,
         )
         if job.session.connection is None:  # lost in the phase before
-            connect_again(job, limits)
+            connect_again(job)
         state.record(policy, now, consent=not job.scheduled)
         outcome.stop_reason = phase.run()
     except StoppedError:
@@ -2501,9 +2508,11 @@ def run_phase(
     return outcome
 
 
-def connect_again(job: Job, limits: Limits) -> None:
+def connect_again(job: Job) -> None:
+    """Replace a lost connection; PolicyFailedError if that takes too long."""
+    job.session.close()
     try:
-        job.session.connect_until(min(time.monotonic() + Phase.RECONNECT_FOR, limits.window))
+        job.session.connect_until(min(time.monotonic() + Phase.RECONNECT_FOR, job.window_end))
     except UnavailableError as error:
         raise PolicyFailedError(error.message, error.sqlstate) from None
 
@@ -2564,30 +2573,35 @@ def dry_run(job: Job) -> Result:
     try:
         connect(job)
         result.now = read_clock(job.session, job.config.database.max_clock_skew)
+        foresee_all(job, result.now, result)
+    except StoppedError:
+        result.outcomes = [Outcome(policy, deleted=None, stop_reason="signal") for policy in job.policies]
     except (RetentionError, psycopg.Error) as error:
         run_failed(result, error)
-        return result
+    return result
+
+
+def foresee_all(job: Job, now: dt.datetime, result: Result) -> None:
     inspected: list[Table] = []
     for policy in job.policies:
-        outcome = Outcome(policy, policy.cutoff(result.now), deleted=None)
+        outcome = Outcome(policy, policy.cutoff(now), deleted=None)
         result.outcomes.append(outcome)
         table = inspect_safely(job, policy)
         try:
             if isinstance(table, PolicyFailedError):
                 raise table
-            foresee(job, [*inspected, table], result.now, outcome)
+            foresee(job, [*inspected, table], now, outcome)
             inspected.append(table)
         except PolicyFailedError as error:
             outcome.error, outcome.stop_reason = error, "failed"
             result.exit_status = Exit.FAILED
-    return result
 
 
 def foresee(job: Job, tables: Sequence[Table], now: dt.datetime, outcome: Outcome) -> None:
     """Fill in the outcome of the last of these policies, the earlier ones having run."""
     parameters: dict[str, Any] = {}
     for number, table in enumerate(tables):
-        parameters |= values(table, table.bound(now), f"p{number}_")
+        parameters |= parameters_of(table, table.bound(now), f"p{number}_")
     limit = min(job.config.run.max_run_duration, dt.timedelta(days=24))
     try:
         with job.session.transaction(SURVEYING, snapshot=True, timeout=limit) as connection:
@@ -2673,10 +2687,6 @@ def run_command(arguments: argparse.Namespace) -> Exit:
         job = Job(config, policies, log, interrupts, session, scheduled, started, window_end)
         try:
             result = dry_run(job) if arguments.verb == "dry-run" else run(job)
-        except StoppedError:
-            result = Result(
-                log.job_run_id, Exit.OK, outcomes=[Outcome(policy, stop_reason="signal") for policy in policies]
-            )
         finally:
             session.close()
     if arguments.json:
