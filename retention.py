@@ -1483,7 +1483,7 @@ def closed_batch(table: Table, walk: Walk, look: sql.Composed) -> sql.Composed:
 
     `held` goes from the rows named from outside the look to all that they name in turn. Rows are locked only when
     nothing holds them and, where %(locked)s is given, only of these; `kept` undoes the choice of those whose child
-    could not be claimed. `freed` are rows behind the walk that a deleted row named: the last that held them may be gone.
+    could not be claimed. `freed` are rows behind the walk that a deleted row named: what held them may be gone.
     """
     return sql.SQL("""
 WITH RECURSIVE {look}, edge AS MATERIALIZED (
