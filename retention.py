@@ -21,6 +21,8 @@ import contextlib
 import dataclasses
 import datetime as dt
 import enum
+import errno
+import getpass
 import io
 import json
 import logging
@@ -28,6 +30,7 @@ import math
 import os
 import pwd
 import re
+import select
 import signal
 import sys
 import tempfile
@@ -338,7 +341,7 @@ def read_title(value: Any) -> str:
 
 def read_size(value: Any) -> int:
     size: int = of_type(int, value)
-    expect(1 <= size <= 1_000_000)
+    expect(1 <= size < 2**31)
     return size
 
 
@@ -355,19 +358,15 @@ def read_nothing(_value: Any) -> NoReturn:
     raise ValueError
 
 
-# PostgreSQL holds these time-outs as 32-bit milliseconds: 24 days and some hours.
-TIMEOUT = duration_kind("more than 0, 24d at most", lambda d: ZERO < d <= dt.timedelta(days=24))
 POSITIVE = duration_kind("more than 0", lambda d: d > ZERO)
 DURATION = duration_kind("0s or more", lambda _d: True)
-WHOLE_SECONDS = duration_kind(
-    "whole seconds, 2s or more", lambda d: d % UNITS["s"] == ZERO and UNITS["s"] * 2 <= d <= dt.timedelta(days=24)
-)
+WHOLE_SECONDS = duration_kind("whole seconds, 2s or more", lambda d: d % UNITS["s"] == ZERO and d >= UNITS["s"] * 2)
 CONNINFO = Kind(
     "a libpq connection string, keywords ('dbname=auth user=x') or URI ('postgresql://…', with @ : / in its parts"
     " percent-encoded)",
     read_conninfo,
 )
-SIZE = Kind("a whole number of rows, 1 to 1000000", read_size)
+SIZE = Kind("a whole number of rows, 1 to 2147483647", read_size)
 BOOLEAN = Kind("true or false", lambda value: of_type(bool, value))
 WINDOW = Kind(
     'a UTC time span such as "02:00-05:00", its ends different, or "" for any time',
@@ -403,8 +402,8 @@ class DatabaseOptions:
     conninfo: str = option(CONNINFO, "dbname=auth")
     connect_timeout: dt.timedelta = option(WHOLE_SECONDS, "10s")
     connect_retry: dt.timedelta = option(DURATION, "10m")
-    statement_timeout: dt.timedelta = option(TIMEOUT, "60s")
-    lock_timeout: dt.timedelta = option(TIMEOUT, "2s")
+    statement_timeout: dt.timedelta = option(POSITIVE, "60s")
+    lock_timeout: dt.timedelta = option(POSITIVE, "2s")
     max_clock_skew: dt.timedelta = option(POSITIVE, "5m")
 
 
@@ -520,7 +519,8 @@ def read_configuration(file: str) -> Configuration:
             content = stream.read()
         document = tomllib.loads(content.decode())
     except OSError as error:
-        raise ConfigurationError(file, [("", f"cannot be read: {error.strerror}")]) from None
+        reader = f" by the user {getpass.getuser()}" if error.errno == errno.EACCES else ""
+        raise ConfigurationError(file, [("", f"cannot be read{reader}: {error.strerror}")]) from None
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise ConfigurationError(file, [("", f"line {line}: not UTF-8; save the file in UTF-8")]) from None
@@ -663,9 +663,15 @@ class Interrupts:
             return dt.timedelta.max
         return dt.timedelta(seconds=signal.getitimer(signal.ITIMER_REAL)[0])
 
+    def pause(self, seconds: float) -> None:
+        """Wait; StoppedError if a signal ends it."""
+        with self.wait():
+            select.select([], [], [], max(0.0, seconds))  # time.sleep fails where libfaketime fakes the clocks
+
     def sleep(self, seconds: float) -> None:
-        with contextlib.suppress(StoppedError), self.wait():
-            time.sleep(max(0.0, seconds))
+        """Wait, for a shorter time if a signal comes."""
+        with contextlib.suppress(StoppedError):
+            self.pause(seconds)
 
 
 def cancel(connection: psycopg.Connection[Any]) -> None:
@@ -703,6 +709,9 @@ SURVEYING = {
 }
 
 
+LARGEST = 2**31 - 1  # of a time-out, in PostgreSQL and in libpq
+
+
 class Session:
     """A connection that can be made again, and transactions in it with the settings that a batch depends on."""
 
@@ -723,7 +732,7 @@ class Session:
                     prepare_threshold=None,  # a prepared statement is lost behind a transaction pooler
                     application_name=PROGRAM,
                     client_encoding="utf8",
-                    connect_timeout=self.options.connect_timeout // UNITS["s"],
+                    connect_timeout=min(self.options.connect_timeout // UNITS["s"], LARGEST),
                     **given,
                 )
         except (psycopg.Error, OSError, UnicodeError) as error:
@@ -736,10 +745,10 @@ class Session:
             try:
                 return self.connect()
             except UnavailableError:
-                if time.monotonic() + pause > deadline:
+                left = deadline - time.monotonic()
+                if left <= 0:
                     raise
-            with self.interrupts.wait():
-                time.sleep(pause)
+            self.interrupts.pause(min(pause, left))
             pause = min(pause * 2, 15.0)
 
     def scrub(self, text: str) -> str:
@@ -798,10 +807,10 @@ class Session:
     ) -> sql.Composed:
         """SET LOCAL for everything that a role, a database or an environment may have set otherwise."""
         mode = sql.SQL("REPEATABLE READ, READ ONLY" if snapshot else "READ COMMITTED, READ WRITE")
-        limit = str((timeout or self.options.statement_timeout) // UNITS["ms"])
+        limit = str(min((timeout or self.options.statement_timeout) // UNITS["ms"], LARGEST))
         ours = {
             "statement_timeout": limit,
-            "lock_timeout": str(self.options.lock_timeout // UNITS["ms"]),
+            "lock_timeout": str(min(self.options.lock_timeout // UNITS["ms"], LARGEST)),
             "idle_in_transaction_session_timeout": limit,  # ends us on the server if this machine dies
             "client_connection_check_interval": "1000",
             "row_security": "off",  # an error instead of rows silently hidden
@@ -912,7 +921,7 @@ def public_name(diag: psycopg.errors.Diagnostic, name: str | None) -> str | None
 def policy_failure(error: psycopg.Error) -> PolicyFailedError:
     """The server's error as a policy's failure, with the remedy where there is one."""
     message = describe(error)
-    if error.sqlstate == "42501":
+    if error.sqlstate == "42501" and not error.diag.context:
         if "row-level security" in message:
             message += "; rows would be hidden from this role: exempt it (BYPASSRLS), or run as the table's owner"
         else:
@@ -1091,7 +1100,11 @@ def inspect(session: Session, policy: Policy) -> Table:
         name = policy.table
         relations = ask(RELATION, schema=name.schema, name=name.name)
         if not relations:
-            raise PolicyFailedError(f"table {name} does not exist; correct policy.{policy.name}.table", "42P01")
+            raise PolicyFailedError(
+                f"table {name} does not exist in the database {connection.info.dbname}; correct"
+                f" policy.{policy.name}.table or database.conninfo",
+                "42P01",
+            )
         oid, relkind, is_partition, has_children = relations[0]
         ((triggers,),) = ask(f"SELECT {TRIGGERS}", oid=oid)
         if relkind != "r" or is_partition or has_children:
@@ -1111,10 +1124,12 @@ def inspect(session: Session, policy: Policy) -> Table:
                 )
             return columns[wanted]
 
-        age = column("age_column" if policy.age_column else "expiry_column", policy.column)
+        age_key = "age_column" if policy.age_column else "expiry_column"
+        age = column(age_key, policy.column)
         if age.type not in AGE_TYPES:
             raise PolicyFailedError(
-                f'column "{age.name}" of {name} is {age.declared}; its type must be timestamptz, timestamp or date',
+                f'column "{age.name}" of {name} is {age.declared}; it must be timestamptz, timestamp or date;'
+                f" correct policy.{policy.name}.{age_key}",
                 "42804",
             )
         only = tuple(
@@ -1231,17 +1246,27 @@ class Walk:
     name: str  # as the log calls it: index or pages
     descending: bool
     ahead: sql.Composed  # t lies in the walk's range and beyond its position
+    horizon: sql.Composed  # the row at which a batch ends even if it is not full
+    within: sql.Composed  # t lies no further than that
     order: sql.Composed
     up_to_last: sql.Composed  # t lies at or before the last row that was claimed
     passed: sql.Composed  # t was walked over before this batch
 
 
-# What differs between the walks, as SQL: `ahead`, `order`, `up_to_last` (asked of ascending walks only) and `passed`
-# (of descending ones only). An index serves a comparison of rows by its leading column, and has ties in the order of
-# the heap; ranges of pages are TID range scans.
+NOWHERE = "SELECT NULL::{type} AS age, NULL::tid AS tid WHERE false"
+HORIZON = """
+    SELECT t.{age} AS age, t.ctid AS tid FROM ONLY {table} t WHERE {ahead} AND t.{age} < %(bound)s::{type}
+    ORDER BY {order} OFFSET %(scan)s::bigint - 1 LIMIT 1"""
+# What differs between the walks, as SQL: `ahead`, `horizon`, `within`, `order`, `up_to_last` (asked of ascending walks
+# only) and `passed` (of descending ones only). An index serves a comparison of rows by its leading column, and has ties
+# in the order of the heap; ranges of pages are TID range scans. Where `only` may leave out most of the rows, a batch
+# along an index reads %(scan)s of them at most.
 WALKS = {
     "index": (
         "(t.{age}, t.ctid) {beyond} (%(age)s::{type}, %(tid)s::tid)",
+        "{horizon}",
+        "(t.{age}, t.ctid) {up_to} (COALESCE((SELECT age FROM horizon), {end}),"
+        " COALESCE((SELECT tid FROM horizon), {end_tid}))",
         "t.{age} {direction}, t.ctid {direction}",
         "(t.{age}, t.ctid) <= (COALESCE((SELECT age FROM last), %(bound)s::{type}),"
         " COALESCE((SELECT tid FROM last), '(4294967295,65535)'))",
@@ -1249,6 +1274,8 @@ WALKS = {
     ),
     "pages": (
         "t.ctid {beyond} %(tid)s::tid AND t.ctid {within} %(edge)s::tid",
+        NOWHERE,
+        "true",
         "t.ctid {direction}",
         "t.ctid <= COALESCE((SELECT tid FROM last), %(edge)s::tid)",
         "t.ctid >= %(tid)s::tid",
@@ -1258,14 +1285,22 @@ WALKS = {
 
 def walk_of(table: Table, name: str) -> Walk:
     descending = bool(table.references)
-    parts = {
+    parts: dict[str, sql.Composable] = {
         "age": Name(table.age),
+        "table": relation(table.name),
         "type": sql.SQL(table.age_type),
         "beyond": sql.SQL("<" if descending else ">"),
         "within": sql.SQL(">=" if descending else "<"),
+        "up_to": sql.SQL(">=" if descending else "<="),
+        "end": sql.SQL(("'-infinity'" if descending else "%(bound)s") + f"::{table.age_type}"),
+        "end_tid": sql.SQL("'(0,0)'" if descending else "'(4294967295,65535)'"),
         "direction": sql.SQL("DESC" if descending else "ASC"),
     }
-    return Walk(name, descending, *(sql.SQL(text).format(**parts) for text in WALKS[name]))
+    ahead, horizon, within, order, up_to_last, passed = WALKS[name]
+    parts["ahead"], parts["order"] = sql.SQL(ahead).format(**parts), sql.SQL(order).format(**parts)
+    parts["horizon"] = sql.SQL(HORIZON if table.only else NOWHERE).format(**parts)
+    rest = (sql.SQL(text).format(**parts) for text in (horizon, within, order, up_to_last, passed))
+    return Walk(name, descending, sql.SQL(ahead).format(**parts), *rest)
 
 
 def predicate(table: Table, alias: str = "t", policy: str = "", *, ordered: bool = False) -> sql.Composed:
@@ -1352,13 +1387,17 @@ def parents_of(table: Table, row: str, condition: sql.Composable) -> sql.Compose
 def simple_batch(table: Table, walk: Walk) -> sql.Composed:
     """Claim and delete where nothing refers to the rows. By the walk's index or page range; locks what it claims."""
     return sql.SQL("""
-WITH claim AS MATERIALIZED (
+WITH horizon AS MATERIALIZED (
+    {horizon}
+), claim AS MATERIALIZED (
     SELECT t.ctid AS tid, t.{age} AS age FROM ONLY {table} t
-    WHERE {ahead} AND {predicate}
+    WHERE {ahead} AND {within} AND {predicate}
     ORDER BY {order} LIMIT %(limit)s::bigint
     FOR UPDATE SKIP LOCKED
 ), last AS MATERIALIZED (
-    SELECT age, tid FROM claim OFFSET %(limit)s::bigint - 1
+    (SELECT age, tid FROM claim OFFSET %(limit)s::bigint - 1)
+    UNION ALL
+    SELECT age, tid FROM horizon WHERE (SELECT count(*) FROM claim) < %(limit)s::bigint
 ), gone AS (
     DELETE FROM ONLY {table} t
     WHERE t.ctid = ANY (ARRAY (SELECT tid FROM claim WHERE %(delete)s::boolean AND {unchanged}))
@@ -1368,7 +1407,6 @@ SELECT (SELECT count(*) FROM ONLY {table} t WHERE {ahead} AND {up_to_last} AND {
        0::bigint AS held,
        (SELECT count(*) FROM claim) AS claimed,
        (SELECT count(*) FROM gone) AS deleted,
-       (SELECT age::text FROM claim LIMIT 1) AS first_age,
        (SELECT age::text FROM last) AS last_age,
        (SELECT tid::text FROM last) AS last_tid,
        '{{}}'::text[] AS freed,
@@ -1382,7 +1420,9 @@ SELECT (SELECT count(*) FROM ONLY {table} t WHERE {ahead} AND {up_to_last} AND {
         unchanged=unchanged(table),
         age=Name(table.age),
         table=relation(table.name),
+        horizon=walk.horizon,
         ahead=walk.ahead,
+        within=walk.within,
         predicate=predicate(table, ordered=walk.name == "index"),
         order=walk.order,
         up_to_last=walk.up_to_last,
@@ -1391,14 +1431,18 @@ SELECT (SELECT count(*) FROM ONLY {table} t WHERE {ahead} AND {up_to_last} AND {
 
 def walked(table: Table, walk: Walk) -> sql.Composed:
     """The next rows of the walk. By its index or page range; locks nothing."""
-    return sql.SQL("""look AS MATERIALIZED (
+    return sql.SQL("""horizon AS MATERIALIZED (
+    {horizon}
+), look AS MATERIALIZED (
     SELECT {selected} FROM ONLY {table} t
-    WHERE {ahead} AND {predicate}
+    WHERE {ahead} AND {within} AND {predicate}
     ORDER BY {order} LIMIT %(limit)s::bigint
 )""").format(
+        horizon=walk.horizon,
         selected=selected(table),
         table=relation(table.name),
         ahead=walk.ahead,
+        within=walk.within,
         predicate=predicate(table, ordered=walk.name == "index"),
         order=walk.order,
     )
@@ -1421,13 +1465,16 @@ def climbed(table: Table, walk: Walk) -> sql.Composed:
         for reference in table.references
     )
     condition = sql.SQL("{} AND {} = 1").format(passed(table, walk), referrers)
-    return sql.SQL("""climb AS (
+    return sql.SQL("""horizon AS MATERIALIZED (
+    {nowhere}
+), climb AS (
     SELECT {selected} FROM ONLY {table} t WHERE t.ctid = ANY (%(seeds)s::tid[]) AND {predicate}
     UNION
     SELECT p.* FROM climb c CROSS JOIN LATERAL ({parents}) p
 ), look AS MATERIALIZED (
     SELECT * FROM climb LIMIT %(limit)s::bigint
 )""").format(
+        nowhere=sql.SQL(NOWHERE).format(type=sql.SQL(table.age_type)),
         selected=selected(table),
         table=relation(table.name),
         predicate=predicate(table),
@@ -1515,13 +1562,14 @@ WITH RECURSIVE {look}, edge AS MATERIALIZED (
     SELECT DISTINCT p.tid FROM gone g CROSS JOIN LATERAL ({parents}) p
     WHERE NOT EXISTS (SELECT FROM look l WHERE l.tid = p.tid)
 ), last AS (
-    SELECT age, tid FROM look OFFSET %(limit)s::bigint - 1
+    (SELECT age, tid FROM look OFFSET %(limit)s::bigint - 1)
+    UNION ALL
+    SELECT age, tid FROM horizon WHERE (SELECT count(*) FROM look) < %(limit)s::bigint
 )
 SELECT (SELECT count(*) FROM look) AS looked,
        (SELECT count(*) FROM held) AS held,
        (SELECT count(*) FROM chosen) AS claimed,
        (SELECT count(*) FROM gone) AS deleted,
-       (SELECT age::text FROM look LIMIT 1) AS first_age,
        (SELECT age::text FROM last) AS last_age,
        (SELECT tid::text FROM last) AS last_tid,
        ARRAY (SELECT tid::text FROM freed) AS freed,
@@ -1736,7 +1784,7 @@ class LastRun:
 
 
 class State:
-    """The state file: small, TOML, replaced atomically. Losing it loses the brakes for one run, and nothing else."""
+    """The state file: small, TOML, replaced atomically. Losing it loses the cutoff brake for one run, and nothing else."""
 
     def __init__(self, path: str, log: Log) -> None:
         self.path = path
@@ -1749,7 +1797,7 @@ class State:
             self.policies = self.read()
         except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not a state file of this program"
-            log.emit(STATE_FAILED, "state not read", ERROR=f"{path}: {reason}; this run goes without the brakes")
+            log.emit(STATE_FAILED, "state not read", ERROR=f"{path}: {reason}; this run goes without the cutoff brake")
 
     def read(self) -> dict[str, LastRun]:
         if not os.path.exists(self.path):
@@ -1782,7 +1830,7 @@ class State:
             replace_file(self.path, tomli_w.dumps(document))
         except OSError as error:
             self.writable = False  # said once
-            text = f"{self.path}: {error.strerror}; the next run goes without the brakes of this one"
+            text = f"{self.path}: {error.strerror}; the next run has no cutoff brake"
             self.log.emit(STATE_FAILED, "state not written", ERROR=text)
 
 
@@ -1807,14 +1855,13 @@ def replace_file(path: str, content: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one batch statement reports. Times and addresses are the server's text; None: the batch was not full."""
+    """What one batch statement reports. Times and addresses are the server's text; None: there is no such row."""
 
     looked: int  # rows of the policy that it passed
     held: int  # of these, rows to which a row that stays refers
     claimed: int
     deleted: int
-    first_age: str | None
-    last_age: str | None
+    last_age: str | None  # of the row at which the batch ended, though more lie ahead
     last_tid: str | None
     freed: list[str]
     held_by: list[int]
@@ -1834,6 +1881,7 @@ class Tally:
     undeletable: int = 0
     left: int = 0
     missed: int = 0  # of left: claimed, and not deleted all the same
+    blocked: int = 0  # of held: found by isolation, the referring rows being hidden from us
 
     def add(self, batch: Batch, *, climbing: bool, refused: str | None = None) -> None:
         """Add what a batch did; `refused` ("blocked" or "undeletable") is why its one claimed row was not deleted.
@@ -1850,25 +1898,30 @@ class Tally:
         self.left += stays - batch.claimed  # other sessions have these locked
         if refused == "blocked":
             self.held += batch.claimed
+            self.blocked += batch.claimed
         else:
             self.undeletable += batch.claimed
 
 
 class AlongIndex:
-    """A position in the order of age. `done` once a batch was not full."""
+    """A position in the order of age. `done` once a batch found the end.
+
+    A batch reads `stretch` times as many rows as it may delete where few of them are the policy's.
+    """
 
     # Rows of one age are sorted again by each batch that starts among them; from here on a walk by pages is cheaper.
     MANY_OF_ONE_AGE = 1000
+    LONGEST_STRETCH = 4  # such a batch costs as much as one that deletes
 
     def __init__(self, walk: Walk, bound: str) -> None:
         self.walk = walk
         self.age, self.tid = (bound if walk.descending else "-infinity"), "(0,0)"
         self.of_one_age = 0
+        self.stretch = 1
         self.done = False
 
-    @property
-    def parameters(self) -> dict[str, str]:
-        return {"age": self.age, "tid": self.tid}
+    def parameters(self, limit: int) -> dict[str, Any]:
+        return {"age": self.age, "tid": self.tid, "scan": limit * self.stretch}
 
     @property
     def crowded(self) -> bool:
@@ -1880,8 +1933,10 @@ class AlongIndex:
             if self.walk.descending:  # everything counts as walked over now
                 self.age, self.tid = "-infinity", "(0,0)"
             return
-        same = batch.first_age == batch.last_age
-        self.of_one_age = (self.of_one_age if same and batch.last_age == self.age else 0) + (limit if same else 0)
+        self.of_one_age = self.of_one_age + limit * self.stretch if batch.last_age == self.age else 0
+        self.stretch = (
+            min(self.LONGEST_STRETCH, self.stretch * 2) if batch.looked < limit / 2 else max(1, self.stretch // 2)
+        )
         self.age, self.tid = batch.last_age, batch.last_tid
 
 
@@ -1907,8 +1962,7 @@ class AcrossPages:
     def open_range(self, page: int) -> None:
         self.edge = max(0, page - self.width) if self.walk.descending else min(self.pages, page + self.width)
 
-    @property
-    def parameters(self) -> dict[str, str]:
+    def parameters(self, limit: int) -> dict[str, Any]:  # noqa: ARG002, as that of AlongIndex
         return {"tid": self.tid, "edge": f"({self.edge},0)"}
 
     def advance(self, batch: Batch, limit: int) -> None:
@@ -1985,6 +2039,7 @@ class Phase:
         self.suspects = 0
         self.progressed = False
         self.in_doubt: Batch | None = None
+        self.finished = False  # the tally is of a whole pass, after which nothing more can go
         self.file, self.pages = 0, 0
         self.begin_pass(by_pages=not table.indexed)
 
@@ -2027,6 +2082,7 @@ class Phase:
                 return stopped
             tally = self.tally
             fruitless += not tally.deleted
+            self.finished = True
             if fruitless < self.FRUITLESS and (tally.held < 0 or self.moved()):
                 pass  # other sessions brought old rows behind the walk
             elif not tally.left:
@@ -2034,6 +2090,7 @@ class Phase:
             elif not tally.deleted and not tally.missed:
                 return "locked"
             elif fruitless >= self.FRUITLESS:
+                tally.left -= tally.missed
                 tally.undeletable += tally.missed
                 raise PolicyFailedError(
                     f"claimed {tally.missed}, deleted 0: the database reports no error and keeps the rows;"
@@ -2041,6 +2098,7 @@ class Phase:
                 )
             elif tally.missed:  # another session may have changed the rows just then
                 self.limits.interrupts.sleep(0.2)
+            self.finished = False
             self.begin_pass(by_pages=self.by_pages)
 
     def moved(self) -> bool:
@@ -2113,7 +2171,7 @@ class Phase:
             self.position = self.first_position()
         parameters = {
             **parameters_of(self.table, self.bound),
-            **self.position.parameters,
+            **self.position.parameters(limit),
             "seeds": seeds,
             "limit": limit,
             "delete": delete,
@@ -2198,7 +2256,7 @@ class Phase:
 
         Even after a signal one try is made, to settle the doubt. If it cannot be, `deleted` is not known.
         """
-        doubtful, end = self.in_doubt, min(time.monotonic() + self.RECONNECT_FOR, self.limits.window)
+        doubtful, end = self.in_doubt, min(time.monotonic() + self.RECONNECT_FOR, self.limits.end)
         deleted, self.deleted = self.deleted, None if doubtful else self.deleted
         while True:
             try:
@@ -2251,7 +2309,8 @@ class Phase:
             row = connection.execute(survey([self.table]), parameters_of(self.table, self.bound, "p0_")).fetchone()
         assert row is not None
         found, held = row
-        undeletable = self.tally.undeletable
+        # rows found by isolation are known to the tally alone
+        held, undeletable = held + self.tally.blocked, self.tally.undeletable
         self.tally = Tally(0, held, undeletable, max(0, found - held - undeletable))
 
 
@@ -2312,7 +2371,7 @@ class Result:
             "policies": {outcome.policy.name: outcome.json(deleted) for outcome in self.outcomes},
             "errors": [{"key": key, "message": message} for key, message in self.errors],
         }
-        return json.dumps(document, ensure_ascii=False, indent=2)
+        return json.dumps(document, indent=2)
 
 
 # What a cutoff may gain on the time that passed: the timer's random delay, a late night, a leap of the calendar.
@@ -2321,7 +2380,7 @@ BRAKE_SLACK = dt.timedelta(days=1)
 COUNT_TIMEOUT = dt.timedelta(seconds=5)
 
 
-def brake(last: LastRun | None, policy: Policy, now: dt.datetime) -> None:
+def brake(last: LastRun | None, policy: Policy, now: dt.datetime, file: str) -> None:
     """Refuse a cutoff that moved further than time did: a mistyped retention, a clock that jumped.
 
     Time is what this machine's own unadjustable clock says, while it has not been restarted; else the database's.
@@ -2337,7 +2396,7 @@ def brake(last: LastRun | None, policy: Policy, now: dt.datetime) -> None:
             f"the cutoff moved forward from {format_time(last.cutoff)} to {format_time(cutoff)}, by"
             f" {format_duration(round_down(cutoff - last.cutoff))}, while {format_duration(round_down(elapsed))} passed"
             f" since the last run; nothing is deleted. Check policy.{policy.name} and the clocks; if it is meant, run"
-            f" {PROGRAM} --once --policy {policy.name}"
+            f" {PROGRAM} --config {file} --once --policy {policy.name}"
         )
 
 
@@ -2477,7 +2536,7 @@ def run_phase(
         if isinstance(table, PolicyFailedError):
             raise table
         if job.scheduled:
-            brake(state.policies.get(policy.name), policy, now)
+            brake(state.policies.get(policy.name), policy, now, job.config.file)
         size = policy.batch_size or job.config.run.batch_size
         phase = Phase(job.session, table, now, size, job.config.run.pause, limits, job.log)
         job.log.emit(
@@ -2512,15 +2571,14 @@ def connect_again(job: Job) -> None:
     """Replace a lost connection; PolicyFailedError if that takes too long."""
     job.session.close()
     try:
-        job.session.connect_until(min(time.monotonic() + Phase.RECONNECT_FOR, job.window_end))
+        job.session.connect_until(min(time.monotonic() + Phase.RECONNECT_FOR, job.budget_end, job.window_end))
     except UnavailableError as error:
         raise PolicyFailedError(error.message, error.sqlstate) from None
 
 
 def count_what_stays(phase: Phase, outcome: Outcome) -> None:
     """Fill in backlog and its parts: from the last pass if it was finished, else by a count with a time limit."""
-    finished = outcome.stop_reason in ("drained", "locked") and outcome.error is phase.refusal
-    if not finished:
+    if not phase.finished:
         timeout = min(COUNT_TIMEOUT, phase.limits.interrupts.time_left())
         if phase.session.connection is None or timeout < COUNT_TIMEOUT / 50:
             return
@@ -2602,9 +2660,8 @@ def foresee(job: Job, tables: Sequence[Table], now: dt.datetime, outcome: Outcom
     parameters: dict[str, Any] = {}
     for number, table in enumerate(tables):
         parameters |= parameters_of(table, table.bound(now), f"p{number}_")
-    limit = min(job.config.run.max_run_duration, dt.timedelta(days=24))
     try:
-        with job.session.transaction(SURVEYING, snapshot=True, timeout=limit) as connection:
+        with job.session.transaction(SURVEYING, snapshot=True, timeout=job.config.run.max_run_duration) as connection:
             row = connection.execute(survey(tables), parameters).fetchone()
     except psycopg.Error as error:
         raise policy_failure(error) from None
@@ -2625,9 +2682,12 @@ def give_up_root() -> None:
         user = pwd.getpwnam(USER)
     except KeyError:
         return
-    os.initgroups(USER, user.pw_gid)
-    os.setgid(user.pw_gid)
-    os.setuid(user.pw_uid)
+    try:
+        os.initgroups(USER, user.pw_gid)
+        os.setgid(user.pw_gid)
+        os.setuid(user.pw_uid)
+    except OSError as error:
+        raise RetentionError(f"cannot give up root for the user {USER}: {error.strerror}") from None
     os.environ.update(HOME=user.pw_dir, USER=USER, LOGNAME=USER)
     os.chdir(user.pw_dir if os.path.isdir(user.pw_dir) else "/")
 
@@ -2673,7 +2733,7 @@ def run_command(arguments: argparse.Namespace) -> Exit:
         if arguments.verb != "dry-run":
             log.emit(JOB_FAILED, "job failed", ERROR=error.message)
         if arguments.json:
-            print(Result(log.job_run_id, Exit.CONFIG, errors=error.problems).json())
+            write_result(Result(log.job_run_id, Exit.CONFIG, errors=error.problems).json())
         return Exit.CONFIG
     window_end = math.inf
     if scheduled and config.run.night_window_utc:
@@ -2689,29 +2749,42 @@ def run_command(arguments: argparse.Namespace) -> Exit:
             result = dry_run(job) if arguments.verb == "dry-run" else run(job)
         finally:
             session.close()
+    if arguments.verb == "dry-run":  # which is not logged
+        for _, message in result.errors:
+            print(f"{PROGRAM}: {message}", file=sys.stderr)
     if arguments.json:
-        print(result.json("would_delete" if arguments.verb == "dry-run" else "deleted"), flush=True)
-    elif arguments.verb == "dry-run":
-        print_foresight(result)
+        write_result(result.json("would_delete" if arguments.verb == "dry-run" else "deleted"))
+    elif arguments.verb == "dry-run" and result.outcomes:
+        write_result(foresight(result))
     return result.exit_status
 
 
-def print_foresight(result: Result) -> None:
-    for _, message in result.errors:
-        print(f"{PROGRAM}: {message}", file=sys.stderr)
+def write_result(text: str) -> None:
+    """Print what was asked for; unlike a line of the log it must not be lost unnoticed."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        raise RetentionError(f"the result could not be written: {error.strerror}") from None
+
+
+def foresight(result: Result) -> str:
+    """A dry run for people, a policy on each line."""
+    lines = []
     for outcome in result.outcomes:
+        name, policy = outcome.policy.name, outcome.policy
         if outcome.error:
-            print(f"{outcome.policy.name}: would fail: {outcome.error.message}")
-        elif outcome.cutoff:
+            lines.append(f"{name}: would fail: {outcome.error.message}")
+        elif outcome.cutoff and outcome.deleted is not None:
             blocked = f", {outcome.blocked:,} blocked" if outcome.blocked else ""
-            rows = f"would delete {outcome.deleted:,} rows of {outcome.policy.table}{blocked}"
-            print(f"{outcome.policy.name}: {rows} (older than {format_time(outcome.cutoff)})")
+            when = f"{'older than' if policy.age_column else 'expired before'} {format_time(outcome.cutoff)}"
+            lines.append(f"{name}: would delete {outcome.deleted:,} rows of {policy.table}{blocked} ({when})")
+    return "\n".join(lines)
 
 
 def print_configuration(arguments: argparse.Namespace) -> Exit:
     try:
         give_up_root()
-        print(show_configuration(read_configuration(arguments.config)), end="")
+        write_result(show_configuration(read_configuration(arguments.config)).rstrip())
     except ConfigurationError as error:
         for _, text in error.problems:
             print(f"{PROGRAM}: {text}", file=sys.stderr)
@@ -2796,17 +2869,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return VERBS[arguments.verb](arguments)
     except SystemExit as done:  # argparse
         return int(done.code or 0)
-    except UsageError as error:
+    except RetentionError as error:
         print(f"{PROGRAM}: {error.message}", file=sys.stderr)
-        return Exit.USAGE
-    except OSError as error:  # of a result that was asked for, not of the log
-        print(f"{PROGRAM}: the result could not be written: {error.strerror}", file=sys.stderr)
-        return Exit.FAILED
+        return Exit.USAGE if isinstance(error, UsageError) else Exit.FAILED
 
 
 def command() -> NoReturn:
     """The entry point: `main`, on streams that can print anything and may be closed under us."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the run takes it over: an end without a traceback
+    for number in (signal.SIGTERM, signal.SIGINT):  # until a run takes them over there is nothing to end well
+        signal.signal(number, lambda *_: os._exit(Exit.OK))
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):

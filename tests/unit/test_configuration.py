@@ -85,7 +85,7 @@ SINGLE_FAULTS: list[tuple[str, Any, str]] = [
     ("database.connect_retry", "forever", DURATION),
     ("database.connect_retry", "-1s", DURATION),
     ("database.statement_timeout", "0s", DURATION),
-    ("database.statement_timeout", "36500d", DURATION),  # more milliseconds than the server's setting can hold
+    ("database.statement_timeout", "36501d", DURATION),
     ("database.lock_timeout", "2", DURATION),
     ("database.lock_timeout", 2.5, DURATION),
     ("database.max_clock_skew", 5, DURATION),
