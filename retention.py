@@ -1784,7 +1784,7 @@ class LastRun:
 
 
 class State:
-    """The state file: small, TOML, replaced atomically. Losing it loses the cutoff brake for one run, and nothing else."""
+    """The state file: small, TOML, replaced atomically. Losing it loses the cutoff brake of one run, no more."""
 
     def __init__(self, path: str, log: Log) -> None:
         self.path = path

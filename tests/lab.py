@@ -314,7 +314,6 @@ def faketime(seconds: float) -> dict[str, str]:
         "FAKETIME": f"{seconds:+.3f}",
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
         "NO_FAKE_STAT": "1",
-        "PYTHONPATH": str(TOP / "tests" / "faketime"),
     }
 
 

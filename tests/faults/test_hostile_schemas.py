@@ -110,6 +110,33 @@ def test_a_row_that_its_trigger_refuses_is_left_whatever_the_trigger_calls_it(
     assert database.execute("SELECT id FROM sessions") == [(17,)]
 
 
+@pytest.mark.parametrize("refusal", ["RETURN NULL", "RAISE EXCEPTION 'no'"])
+@pytest.mark.parametrize("indexed", [True, False], ids=["index", "no index"])
+def test_what_an_undeletable_row_holds_is_blocked(
+    indexed: bool, refusal: str, database: Database, program: Program
+) -> None:
+    """Two chains of ten whose newest rows cannot go: 2 undeletable, 18 blocked, nothing left for the next night."""
+    database.execute(f"""
+        CREATE TABLE sessions (id int PRIMARY KEY, parent int REFERENCES sessions, updated_at timestamptz);
+        CREATE INDEX ON sessions (parent);
+        INSERT INTO sessions SELECT i, nullif(i - 1, (i - 1) / 10 * 10), {OLD} + i * interval '1 hour'
+            FROM generate_series(1, 100) i;
+        CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+            BEGIN
+                IF OLD.id IN (10, 20) THEN {refusal}; END IF;
+                RETURN OLD;
+            END $$;
+        CREATE TRIGGER refuse BEFORE DELETE ON sessions FOR EACH ROW EXECUTE FUNCTION refuse()
+    """)
+    if indexed:
+        database.execute("CREATE INDEX ON sessions (updated_at)")
+    database.grant("sessions", select="id, parent, updated_at")
+    result = program.once(configuration(database.conninfo, SESSIONS, batch_size=30))
+    sessions = result.policies["sessions"]
+    counts = [sessions[key] for key in ("deleted", "backlog", "blocked", "undeletable")]
+    assert (result.returncode, counts, database.count("sessions")) == (1, [80, 20, 18, 2], 20), result.output
+
+
 def test_a_connection_lost_inside_a_trigger_tells_no_row(database: Database, program: Program) -> None:
     """The server's last words quote the statement that it was in, and the driver hands them on; we do not."""
     canary = "+79161234567"
