@@ -736,7 +736,10 @@ class Session:
                     **given,
                 )
         except (psycopg.Error, OSError, UnicodeError) as error:
-            raise UnavailableError(self.scrub(one_line(str(error))), getattr(error, "sqlstate", None)) from None
+            conninfo = psycopg.conninfo.conninfo_to_dict(self.options.conninfo)
+            where = [f"{key} {conninfo[key]}" for key in ("host", "port", "dbname", "user") if conninfo.get(key)]
+            message = f"{one_line(str(error))} ({', '.join([*where, 'as database.conninfo says'])})"
+            raise UnavailableError(self.scrub(message), getattr(error, "sqlstate", None)) from None
 
     def connect_until(self, deadline: float) -> None:
         """Connect, trying again until the deadline (monotonic seconds); the first try is always made."""
@@ -1384,6 +1387,18 @@ def parents_of(table: Table, row: str, condition: sql.Composable) -> sql.Compose
     return sql.SQL(" UNION ALL ").join([none, *branches])
 
 
+def batch_result(table: Table) -> sql.Composed:
+    """The fields of `Batch` that the two kinds of batch have in common."""
+    return sql.SQL("""(SELECT count(*) FROM gone) AS deleted,
+       (SELECT age::text FROM last) AS last_age,
+       (SELECT tid::text FROM last) AS last_tid,
+       CASE WHEN (SELECT count(*) FROM gone) > 0 THEN pg_current_xact_id()::text END AS xid,
+       (SELECT tid::text FROM gone LIMIT 1) AS gone_tid,
+       (SELECT age::text FROM gone LIMIT 1) AS gone_age,
+       ARRAY (SELECT tid::text FROM claim WHERE NOT %(delete)s::boolean) AS locked,
+       {unchanged} AS unchanged""").format(unchanged=unchanged(table))
+
+
 def simple_batch(table: Table, walk: Walk) -> sql.Composed:
     """Claim and delete where nothing refers to the rows. By the walk's index or page range; locks what it claims."""
     return sql.SQL("""
@@ -1406,18 +1421,12 @@ WITH horizon AS MATERIALIZED (
 SELECT (SELECT count(*) FROM ONLY {table} t WHERE {ahead} AND {up_to_last} AND {predicate}) AS looked,
        0::bigint AS held,
        (SELECT count(*) FROM claim) AS claimed,
-       (SELECT count(*) FROM gone) AS deleted,
-       (SELECT age::text FROM last) AS last_age,
-       (SELECT tid::text FROM last) AS last_tid,
        '{{}}'::text[] AS freed,
        '{{}}'::bigint[] AS held_by,
-       CASE WHEN (SELECT count(*) FROM gone) > 0 THEN pg_current_xact_id()::text END AS xid,
-       (SELECT tid::text FROM gone LIMIT 1) AS gone_tid,
-       (SELECT age::text FROM gone LIMIT 1) AS gone_age,
-       ARRAY (SELECT tid::text FROM claim WHERE NOT %(delete)s::boolean) AS locked,
-       {unchanged} AS unchanged
+       {result}
 """).format(
         unchanged=unchanged(table),
+        result=batch_result(table),
         age=Name(table.age),
         table=relation(table.name),
         horizon=walk.horizon,
@@ -1569,18 +1578,12 @@ WITH RECURSIVE {look}, edge AS MATERIALIZED (
 SELECT (SELECT count(*) FROM look) AS looked,
        (SELECT count(*) FROM held) AS held,
        (SELECT count(*) FROM chosen) AS claimed,
-       (SELECT count(*) FROM gone) AS deleted,
-       (SELECT age::text FROM last) AS last_age,
-       (SELECT tid::text FROM last) AS last_tid,
        ARRAY (SELECT tid::text FROM freed) AS freed,
        ARRAY (SELECT DISTINCT held_by::bigint FROM counted WHERE held_by IS NOT NULL) AS held_by,
-       CASE WHEN (SELECT count(*) FROM gone) > 0 THEN pg_current_xact_id()::text END AS xid,
-       (SELECT tid::text FROM gone LIMIT 1) AS gone_tid,
-       (SELECT age::text FROM gone LIMIT 1) AS gone_age,
-       ARRAY (SELECT tid::text FROM claim WHERE NOT %(delete)s::boolean) AS locked,
-       {unchanged} AS unchanged
+       {result}
 """).format(
         unchanged=unchanged(table),
+        result=batch_result(table),
         look=look,
         named_inside=named_inside(table),
         named_outside=named_outside(table),
@@ -1860,11 +1863,11 @@ class Batch:
     looked: int  # rows of the policy that it passed
     held: int  # of these, rows to which a row that stays refers
     claimed: int
+    freed: list[str]  # addresses of rows behind the walk that a deleted row named
+    held_by: list[int]  # by which references, as numbers
     deleted: int
     last_age: str | None  # of the row at which the batch ended, though more lie ahead
     last_tid: str | None
-    freed: list[str]
-    held_by: list[int]
     xid: str | None
     gone_tid: str | None  # one of the deleted rows: the witness of whether a doubtful COMMIT went through
     gone_age: str | None
@@ -2179,17 +2182,19 @@ class Phase:
             "oid": self.table.oid,
         }
         statement = self.climb_statement if seeds else self.walk_statement
+
+        def ask(**changed: object) -> Batch:
+            row = connection.execute(statement, {**parameters, **changed}).fetchone()
+            assert row is not None
+            return Batch(*row)
+
         self.in_doubt = None
         with self.session.transaction(WALKING, schema=self.table.name.schema) as connection:
             if self.table.own_action and delete:
                 # A child that was committed after the statement began would not be seen, and go along with its parent.
                 # So lock first, which keeps new children out, and look again in a statement that sees what came before.
-                row = connection.execute(statement, {**parameters, "delete": False}).fetchone()
-                assert row is not None
-                parameters["locked"] = Batch(*row).locked
-            row = connection.execute(statement, parameters).fetchone()
-            assert row is not None
-            batch = Batch(*row)
+                parameters["locked"] = ask(delete=False).locked
+            batch = ask()
             if not batch.unchanged:
                 raise PolicyFailedError(
                     f"triggers or foreign keys on {self.table.name} were changed while the run was on it;"
