@@ -2010,7 +2010,8 @@ SHAPE = "pg_relation_filenode(%(oid)s::oid::regclass)::bigint"
 class Phase:
     """The work on one table; `run` returns the stop reason, and the counts stand whatever ended it."""
 
-    RETRIES = 8  # in a row: a batch of 5000 shrinks to one row in 7 steps
+    SHRINK = 8  # a failed batch to the next; what succeeds doubles
+    RETRIES = 8  # in a row: a batch of 5000 shrinks to one row in 5 steps
     RETRIES_IN_TRIGGER = 3  # in a row, of what a retry cures, before the row is suspected
     SUSPECTS = 5  # such rows, none deleted between, before it is the table's fault
     FRUITLESS = 4  # passes that claim rows and delete none
@@ -2226,7 +2227,7 @@ class Phase:
         if verdict is Verdict.ISOLATE:
             if smallest:
                 return self.leave_row(error, failure, seeds)
-            self.limit = max(1, self.limit // 4)
+            self.limit = max(1, self.limit // self.SHRINK)
             return None
         self.failures += 1
         may_shrink = verdict is Verdict.SMALLER and not smallest  # a first batch is worth making smaller in any case
@@ -2235,7 +2236,7 @@ class Phase:
         if verdict is Verdict.RECONNECT:
             return self.reconnect(failure)
         if verdict is Verdict.SMALLER:
-            self.limit = max(1, self.limit // 4)
+            self.limit = max(1, self.limit // self.SHRINK)
         if smallest and error.sqlstate == "57014" and not self.by_pages:
             # the index may lead through too many rows of no interest before the first that is
             self.begin_pass(by_pages=True)
