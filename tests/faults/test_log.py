@@ -411,6 +411,8 @@ def test_a_journald_that_hangs_up_does_not_stop_the_purge(systems: Database, jou
     fill(systems)
     program = WithJournal(journalled.directory, other)
     keeper = subprocess.Popen([*other.prefix, "sleep", "60"])
+    name = pathlib.Path(f"/proc/{keeper.pid}/comm")
+    until(lambda: name.read_text() == "sleep\n", "the keeper has entered the namespace")
     other.close()
     program.journal.prefix = ("nsenter", "--mount", "--target", str(keeper.pid))
     try:
