@@ -31,7 +31,6 @@ def two_at_once(program: Program, config: dict[str, Any]) -> list[Result]:
     processes = [program.start(config, "--once", "--json"), program.start(None, "--once", "--json")]
     results = [program.finish(process) for process in processes]
     assert [result.returncode for result in results] == [0, 0], [result.output for result in results]
-    shares = [sum(policy["deleted"] for policy in result.policies.values()) for result in results]
     return results
 
 
