@@ -26,11 +26,19 @@ def expired(database: Database, rows: int, *, indexed: bool = True) -> None:
     )
 
 
-def two_at_once(program: Program, config: dict[str, Any]) -> list[Result]:
-    """Two processes with one configuration; both had a share, or they were not at work at the same time."""
+def two_at_once(database: Database, program: Program, policies: dict[str, Any], table: str) -> list[Result]:
+    """Two processes with one configuration, let go together at a lock that both wait for; both had a share."""
+    config = configuration(database.conninfo, policies, database={"lock_timeout": "1m"}, batch_size=100, pause="5ms")
+    holder = database.connect(autocommit=False)
+    holder.execute(f"LOCK TABLE {table}")
     processes = [program.start(config, "--once", "--json"), program.start(None, "--once", "--json")]
+    waiting = f"SELECT count(*) FROM pg_locks WHERE relation = '{table}'::regclass AND NOT granted"
+    until(lambda: database.value(waiting) == 2, "both wait for the table")
+    holder.rollback()
     results = [program.finish(process) for process in processes]
     assert [result.returncode for result in results] == [0, 0], [result.output for result in results]
+    shares = [sum(policy["deleted"] for policy in result.policies.values()) for result in results]
+    assert min(shares) > 0, shares
     return results
 
 
@@ -38,7 +46,7 @@ def two_at_once(program: Program, config: dict[str, Any]) -> list[Result]:
 def test_two_instances_count_every_row_once(indexed: bool, systems: Database, program: Program) -> None:
     """Two processes on one backlog: every row goes once and is counted once, and both end well."""
     expired(systems, 20_000, indexed=indexed)
-    results = two_at_once(program, configuration(systems.conninfo, TOKENS, batch_size=100, pause="5ms"))
+    results = two_at_once(systems, program, TOKENS, "refresh_tokens")
     assert sum(result.policies["tokens"]["deleted"] for result in results) == 20_000
     assert systems.count("refresh_tokens") == 0
 
@@ -49,7 +57,7 @@ def test_two_instances_finish_chains(indexed: bool, systems: Database, program: 
     if indexed:
         systems.execute(f"CREATE INDEX ON {TABLE} (updated_at)")
     fate = load(systems, 20, 500)
-    results = two_at_once(program, configuration(systems.conninfo, REFRESH, batch_size=100, pause="5ms"))
+    results = two_at_once(systems, program, REFRESH, TABLE)
     assert sum(result.policies["refresh"]["deleted"] for result in results) == len(fate.finished)
     assert {row[0] for row in systems.execute(f"SELECT id FROM {TABLE}")} == fate.staying
     assert {result.policies["refresh"]["undeletable"] for result in results} == {0}
