@@ -1356,15 +1356,12 @@ def carried(table: Table) -> dict[str, str]:
     return {column: f"c{number}" for number, column in enumerate(dict.fromkeys([*own, *named]))}
 
 
-def selected(table: Table, alias: str = "t") -> sql.Composed:
-    """The address, the age and the key columns of a row."""
-    row = sql.Identifier(alias)
+def selected(table: Table) -> sql.Composed:
+    """The address, the age and the key columns of t."""
     columns = [
-        sql.SQL("{}.{} AS {}").format(row, Name(column), sql.Identifier(name))
-        for column, name in carried(table).items()
+        sql.SQL("t.{} AS {}").format(Name(column), sql.Identifier(name)) for column, name in carried(table).items()
     ]
-    age = sql.SQL("{}.{} AS age").format(row, Name(table.age))
-    return sql.SQL(", ").join([sql.SQL("{}.ctid AS tid").format(row), age, *columns])
+    return sql.SQL(", ").join([sql.SQL("t.ctid AS tid, t.{} AS age").format(Name(table.age)), *columns])
 
 
 def parents_of(table: Table, row: str, condition: sql.Composable) -> sql.Composed:
