@@ -76,7 +76,11 @@ def as_postgres(*command: str | pathlib.Path) -> list[str]:
 class Server:
     """A PostgreSQL server on a private socket, without durability. Superuser `postgres`, job's role `retention`."""
 
-    def __init__(self, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, environment: dict[str, str] | None = None, *, programs: pathlib.Path | None = None, settings: str = ""
+    ) -> None:
+        """`programs` are those of another version, `settings` are lines of postgresql.conf beside ours."""
+        self.programs = programs or binaries()
         #: What the server's environment has beside ours: change it between stop() and start(), for another clock, say.
         self.environment = environment or {}
         self.directory = pathlib.Path(tempfile.mkdtemp(prefix="retention-pg-"))
@@ -86,7 +90,7 @@ class Server:
             shutil.chown(self.directory, "postgres", "postgres")
         self.directory.chmod(0o755)
         initdb: list[str | pathlib.Path] = [
-            binaries() / "initdb",
+            self.programs / "initdb",
             "--pgdata",
             self.data,
             "--username=postgres",
@@ -102,7 +106,7 @@ class Server:
             conf.write(
                 f"listen_addresses = ''\nunix_socket_directories = '{self.directory}'\nfsync = off\n"
                 "shared_buffers = 256MB\nmax_connections = 60\nautovacuum = off\ntimezone = 'UTC'\n"
-                "max_wal_size = 4GB\nmax_prepared_transactions = 4\nlog_min_messages = warning\n"
+                f"max_wal_size = 4GB\nmax_prepared_transactions = 4\nlog_min_messages = warning\n{settings}\n"
             )
         self.start()
         with self.connect() as connection:
@@ -110,7 +114,14 @@ class Server:
 
     def pg_ctl(self, *arguments: str | pathlib.Path) -> None:
         environment = [f"{name}={value}" for name, value in self.environment.items()]
-        pg_ctl: list[str | pathlib.Path] = [binaries() / "pg_ctl", "--pgdata", self.data, "--log", self.log, "--wait"]
+        pg_ctl: list[str | pathlib.Path] = [
+            self.programs / "pg_ctl",
+            "--pgdata",
+            self.data,
+            "--log",
+            self.log,
+            "--wait",
+        ]
         subprocess.run(
             as_postgres("env", *environment, *pg_ctl, *arguments), check=True, stdout=subprocess.DEVNULL, cwd="/"
         )
