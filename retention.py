@@ -49,6 +49,7 @@ import psycopg.errors
 import psycopg.pq
 import tomli_w
 from psycopg import sql
+from psycopg.abc import Query
 
 VERSION = "0.1.0"
 PROGRAM = "session-retention"
@@ -116,6 +117,10 @@ class PolicyFailedError(RetentionError):
 
 class StoppedError(Exception):
     """A signal arrived while the program waited."""
+
+
+class SilentServerError(psycopg.OperationalError):
+    """The server did not answer when it must have: it, or the network between, has died without a word."""
 
 
 # ── Durations and the night window ────────────────────────────────────────────────────────────────────────────────────
@@ -595,7 +600,7 @@ def one_line(text: str) -> str:
 class Interrupts:
     """What SIGTERM and SIGINT do: ask for a stop; end a wait at once; cancel a batch that takes too long.
 
-                     first signal            second signal    alarm
+                     first signal            second signal    alarm after a signal
         waiting      StoppedError            StoppedError     StoppedError
         statement    alarm in GRACE          alarm at once    cancel, alarm in PATIENCE; then StoppedError
         neither      alarm in GRACE          -                -
@@ -603,6 +608,8 @@ class Interrupts:
     The batch in flight gets GRACE seconds, then it is cancelled on the server (a second signal cancels it at once);
     if even that does not end it within PATIENCE, the connection is given up. Together they stay under the 5 s that
     users are promised.
+
+    Without a signal the alarm is for a statement that must have been answered long ago: SilentServerError.
     """
 
     GRACE = 3.0
@@ -635,13 +642,21 @@ class Interrupts:
             raise StoppedError
 
     def overdue(self, _number: int, _frame: FrameType | None) -> None:
-        if self.waiting or (self.statement and self.cancelled):
+        if not self.requested:
+            if self.statement:
+                raise SilentServerError
+        elif self.waiting or (self.statement and self.cancelled):
             raise StoppedError
-        if self.statement:
+        elif self.statement:
             self.cancelled = True
             # in a thread: asking the server opens a connection, which a dead network would block
             threading.Thread(target=cancel, args=[self.statement], daemon=True).start()
             signal.setitimer(signal.ITIMER_REAL, self.PATIENCE)
+
+    def expect_answer(self, seconds: float) -> None:
+        """From now on the server has so many seconds; 0 for no limit. After a signal its alarm stands instead."""
+        if not self.requested:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
 
     @contextlib.contextmanager
     def wait(self, *, urgent: bool = False) -> Iterator[None]:
@@ -710,10 +725,33 @@ SURVEYING = {
 
 
 LARGEST = 2**31 - 1  # of a time-out, in PostgreSQL and in libpq
+# Of a TCP connection, unless the connection string has its own: a peer that is silently gone is noticed in 30 s.
+KEEPALIVES = {
+    "keepalives": 1,
+    "keepalives_idle": 10,  # seconds, as the next
+    "keepalives_interval": 5,
+    "keepalives_count": 4,
+    "tcp_user_timeout": 30_000,  # milliseconds
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Transaction:
+    """What a statement is executed in: each must be answered within so many seconds, or SilentServerError ends it."""
+
+    connection: psycopg.Connection[Any]
+    interrupts: Interrupts
+    seconds: float
+
+    def execute(self, query: Query, parameters: Mapping[str, Any] | None = None) -> psycopg.Cursor[Any]:
+        self.interrupts.expect_answer(self.seconds)
+        return self.connection.execute(query, parameters)
 
 
 class Session:
     """A connection that can be made again, and transactions in it with the settings that a batch depends on."""
+
+    SLACK = 10.0  # seconds, after which a server that has not kept its own time-out is taken for dead
 
     def __init__(self, options: DatabaseOptions, password: str | None, interrupts: Interrupts) -> None:
         self.options = options
@@ -723,7 +761,10 @@ class Session:
 
     def connect(self, *, urgent: bool = False) -> None:
         """Connect, once; UnavailableError says why not."""
-        given: dict[str, Any] = {} if self.password is None else {"password": self.password}
+        conninfo = psycopg.conninfo.conninfo_to_dict(self.options.conninfo)
+        given: dict[str, Any] = {key: value for key, value in KEEPALIVES.items() if key not in conninfo}
+        if self.password is not None:
+            given["password"] = self.password
         try:
             with self.interrupts.wait(urgent=urgent):
                 self.connection = psycopg.connect(
@@ -736,21 +777,27 @@ class Session:
                     **given,
                 )
         except (psycopg.Error, OSError, UnicodeError) as error:
-            conninfo = psycopg.conninfo.conninfo_to_dict(self.options.conninfo)
             where = [f"{key} {conninfo[key]}" for key in ("host", "port", "dbname", "user") if conninfo.get(key)]
-            message = f"{one_line(str(error))} ({', '.join([*where, 'as database.conninfo says'])})"
+            lines = dict.fromkeys(str(error).splitlines())  # libpq tries with TLS and without, and says the same twice
+            message = f"{one_line(' '.join(lines))} ({', '.join([*where, 'as database.conninfo says'])})"
             raise UnavailableError(self.scrub(message), getattr(error, "sqlstate", None)) from None
 
-    def connect_until(self, deadline: float) -> None:
-        """Connect, trying again until the deadline (monotonic seconds); the first try is always made."""
-        pause = 1.0
+    def connect_until(self, deadline: float, tell: Callable[[UnavailableError], None]) -> None:
+        """Connect, trying again until the deadline (monotonic seconds); the first try is always made.
+
+        `tell` is called before another try, once for each new reason.
+        """
+        pause, told = 1.0, ""
         while True:
             try:
                 return self.connect()
-            except UnavailableError:
+            except UnavailableError as error:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise
+                if error.message != told:
+                    told = error.message
+                    tell(error)
             self.interrupts.pause(min(pause, left))
             pause = min(pause * 2, 15.0)
 
@@ -777,40 +824,47 @@ class Session:
         schema: str | None = None,
         snapshot: bool = False,
         timeout: dt.timedelta | None = None,
-    ) -> Iterator[psycopg.Connection[Any]]:
-        """A transaction with our settings for it alone: read committed and writing, or one read-only `snapshot`.
+    ) -> Iterator[Transaction]:
+        """A transaction with our settings for it alone: read committed, or one read-only `snapshot`.
 
         A `schema` is for statements that fire triggers, whose functions may count on finding it and public. Everything
         else looks up names in pg_catalog alone: in public, anybody's function may wait for us under a common name.
 
-        Commits at the end. A lost connection raises psycopg.OperationalError; StoppedError ends it when a signal has
-        cancelled its statement, or when a signal came and the server does not answer (then the connection is closed).
+        Commits at the end. A lost connection raises psycopg.OperationalError, as does a server that keeps silent for
+        SLACK seconds longer than its time-out for a statement allows, COMMIT included. StoppedError ends it when a
+        signal has cancelled its statement, or when a signal came and the server does not answer. Where the server does
+        not answer, the connection is closed.
         """
         assert self.connection is not None
         connection = self.connection
+        limit = min((timeout or self.options.statement_timeout) // UNITS["ms"], LARGEST)
+        transaction = Transaction(connection, self.interrupts, limit / 1000 + self.SLACK)
         self.interrupts.statement = connection
         try:
+            self.interrupts.expect_answer(transaction.seconds)
             with connection.transaction():
-                connection.execute(self.prologue(settings or {}, schema, snapshot, timeout))
+                transaction.execute(self.prologue(settings or {}, schema, snapshot, str(limit)))
                 if not snapshot:  # a deferred key would speak up at COMMIT and take the whole batch along
-                    connection.execute("SET CONSTRAINTS ALL IMMEDIATE")
-                yield connection
+                    transaction.execute("SET CONSTRAINTS ALL IMMEDIATE")
+                yield transaction
+                self.interrupts.expect_answer(transaction.seconds)
         except psycopg.errors.QueryCanceled:
             if self.interrupts.requested:
                 raise StoppedError from None
             raise
-        except StoppedError:
+        except (StoppedError, SilentServerError):
             self.close()
             raise
         finally:
             self.interrupts.statement = None
+            self.interrupts.expect_answer(0)
 
-    def prologue(
-        self, settings: Mapping[str, str], schema: str | None, snapshot: bool, timeout: dt.timedelta | None
-    ) -> sql.Composed:
-        """SET LOCAL for everything that a role, a database or an environment may have set otherwise."""
-        mode = sql.SQL("REPEATABLE READ, READ ONLY" if snapshot else "READ COMMITTED, READ WRITE")
-        limit = str(min((timeout or self.options.statement_timeout) // UNITS["ms"], LARGEST))
+    def prologue(self, settings: Mapping[str, str], schema: str | None, snapshot: bool, limit: str) -> sql.Composed:
+        """SET LOCAL for everything that a role, a database or an environment may have set otherwise.
+
+        But for READ WRITE: a server that is made read-only in mid-run is obeyed.
+        """
+        mode = sql.SQL("REPEATABLE READ, READ ONLY" if snapshot else "READ COMMITTED")
         ours = {
             "statement_timeout": limit,
             "lock_timeout": str(min(self.options.lock_timeout // UNITS["ms"], LARGEST)),
@@ -824,8 +878,12 @@ class Session:
             "jit": "off",
             "max_parallel_workers_per_gather": "0",
             "client_min_messages": "error",
+            "quote_all_identifiers": "off",
             **settings,
         }
+        assert self.connection is not None
+        if self.connection.info.server_version >= 170000:
+            ours["transaction_timeout"] = "0"
         lines = [sql.SQL("SET LOCAL {} = {};").format(sql.Identifier(key), sql.Literal(ours[key])) for key in ours]
         names = ("pg_catalog", *((schema, "public") if schema else ()), "pg_temp")
         path = sql.SQL("SET LOCAL search_path = {};").format(sql.SQL(", ").join(map(sql.Identifier, names)))
@@ -845,9 +903,10 @@ class Verdict(enum.Enum):
     RECONNECT = "connect again and retry"
     ISOLATE = "find the row"
     FAIL = "fail the policy"
+    FAIL_RUN = "fail the run"
 
 
-# By SQLSTATE, else by its class (the first two characters).
+# By SQLSTATE, else by its class (the first two characters), else FAIL. The driver's own errors go by their names.
 VERDICTS = {
     "40001": Verdict.RETRY,  # serialization failure
     "40P01": Verdict.RETRY,  # deadlock
@@ -855,9 +914,11 @@ VERDICTS = {
     "57014": Verdict.SMALLER,  # statement time-out
     "53": Verdict.SMALLER,  # out of memory, of disk, of connections
     "08": Verdict.RECONNECT,
+    "25006": Verdict.RECONNECT,  # read-only: this server is not the primary any more, another may be
     "57P01": Verdict.RECONNECT,  # administrator's shutdown
     "57P02": Verdict.RECONNECT,  # crash of another server process
     "57P03": Verdict.RECONNECT,  # starting up
+    "57P04": Verdict.FAIL_RUN,  # the database was dropped
     "57P05": Verdict.RECONNECT,  # idle time-out
     "25P03": Verdict.RECONNECT,  # idle in transaction time-out
     "25P04": Verdict.RECONNECT,  # transaction time-out
@@ -868,6 +929,10 @@ VERDICTS = {
     "27": Verdict.ISOLATE,  # a trigger changed the row under us
     "38": Verdict.ISOLATE,  # external routine
     "39": Verdict.ISOLATE,
+    "28": Verdict.FAIL_RUN,  # wrong password, no such role, pg_hba.conf
+    "3D": Verdict.FAIL_RUN,  # no such database
+    "OperationalError": Verdict.RECONNECT,  # lost
+    "SilentServerError": Verdict.RECONNECT,
 }
 FOREIGN_KEY = ("23503", "23001")  # 23001 is how PostgreSQL 18 reports RESTRICT
 # Classes whose message is the server's own sentence about names and settings, and quotes no row.
@@ -876,9 +941,7 @@ PUBLIC_CLASSES = {"08", "0A", "25", "26", "28", "3D", "3F", "40", "42", "53", "5
 
 def judge(error: psycopg.Error) -> Verdict:
     """What an error calls for, whether the server sent it or the driver found the connection lost."""
-    state = error.sqlstate
-    if state is None:
-        return Verdict.RECONNECT if isinstance(error, psycopg.OperationalError) else Verdict.FAIL
+    state = error.sqlstate or type(error).__name__
     verdict = VERDICTS.get(state) or VERDICTS.get(state[:2]) or Verdict.FAIL
     # in a function, that is a trigger, only what a retry cures is about anything but the row
     curable = (Verdict.RETRY, Verdict.SMALLER)
@@ -893,6 +956,8 @@ def describe(error: psycopg.Error) -> str:
     """
     state, diag = error.sqlstate, error.diag
     if state is None:  # the driver's own; libpq appends the whole of the server's last message to it
+        if isinstance(error, SilentServerError):
+            return "the server does not answer, nor does it keep its own time-out"
         lost = isinstance(error, psycopg.OperationalError)
         return "the connection to the server was lost" if lost else type(error).__name__
     if state[:2] in PUBLIC_CLASSES and not diag.context:
@@ -1104,7 +1169,7 @@ def inspect(session: Session, policy: Policy) -> Table:
         relations = ask(RELATION, schema=name.schema, name=name.name)
         if not relations:
             raise PolicyFailedError(
-                f"table {name} does not exist in the database {connection.info.dbname}; correct"
+                f"table {name} does not exist in the database {ask('SELECT current_database()')[0][0]}; correct"
                 f" policy.{policy.name}.table or database.conninfo",
                 "42P01",
             )
@@ -1666,6 +1731,7 @@ class Event:
     level: Level = Level.INFO
 
 
+CONNECT_RETRIED = Event("connect_retried", "8f57563ba8cb4e65b24071576872d624")
 JOB_STARTED = Event("job_started", "8be5866cf939403d83e8277c8197ac8d")
 PHASE_STARTED = Event("phase_started", "66c0c15ba496482d91b41fc4d2679204")
 BATCH_DELETED = Event("batch_deleted", "7a1c8af61b79448d81a6da9fa53c46bf")
@@ -1714,6 +1780,7 @@ class Log:
         self.stream = stream
         self.verbose = verbose
         self.send = self.find_journal()
+        self.stopping: Callable[[], bool] = lambda: False
 
     @staticmethod
     def find_journal() -> Callable[..., None] | None:
@@ -1752,7 +1819,22 @@ class Log:
             moment = time.strftime("%Y-%m-%d %H:%M:%S")
             pairs = " ".join(f"{camel(key)}={format_value(value)}" for key, value in known.items())
             with contextlib.suppress(OSError, ValueError):
-                print(f"[{moment}] [{event.level.name}] {message} {pairs}", file=self.stream, flush=True)
+                if self.is_writable():
+                    print(f"[{moment}] [{event.level.name}] {message} {pairs}", file=self.stream, flush=True)
+
+    def is_writable(self) -> bool:
+        """Wait for whoever reads the stream, a pager for example; False once the run is to stop and nobody does."""
+        try:
+            number = self.stream.fileno()
+        except (AttributeError, io.UnsupportedOperation):
+            return True
+        while not select.select([], [number], [], 0.2)[1]:
+            if self.stopping():
+                return False
+        return True
+
+    def connecting_again(self, error: UnavailableError) -> None:
+        self.emit(CONNECT_RETRIED, "trying to connect again", ERROR=error.message, SQLSTATE=error.sqlstate)
 
 
 def uptime() -> float:
@@ -2209,8 +2291,12 @@ class Phase:
         if error.diag.context and self.failures >= self.RETRIES_IN_TRIGGER and self.suspects < self.SUSPECTS:
             verdict = Verdict.ISOLATE
             self.suspects += self.limit == 1
+        elif verdict is Verdict.FAIL_RUN:
+            raise RunFailedError(failure.message, failure.sqlstate) from None
         elif verdict is Verdict.FAIL or self.failures >= self.RETRIES:
             raise failure from None
+        elif self.is_readable_key(error) and self.failures == 0:
+            verdict = Verdict.RETRY
         if verdict is not Verdict.ISOLATE or self.log.verbose:  # isolating ends in a row that the phase counts
             self.log.emit(
                 BATCH_RETRIED,
@@ -2240,6 +2326,11 @@ class Phase:
         self.limits.interrupts.sleep(min(0.05 * 2**self.failures, 2.0))
         return None
 
+    def is_readable_key(self, error: psycopg.Error) -> bool:
+        """The error is of a foreign key that the statement itself looks after: a child was inserted meanwhile."""
+        names = {reference.name for reference in self.table.references}
+        return error.sqlstate in FOREIGN_KEY and public_name(error.diag, error.diag.constraint_name) in names
+
     def leave_row(self, error: psycopg.Error, failure: RetentionError, seeds: list[str]) -> tuple[Batch, str] | None:
         """Pass over the one row that the database refuses to delete, and remember why; None to try it once more."""
         refused = "blocked" if error.sqlstate in FOREIGN_KEY else "undeletable"
@@ -2264,18 +2355,18 @@ class Phase:
         while True:
             try:
                 self.session.close()
-                if not doubtful:
-                    self.session.connect_until(end)
-                    return None
-                self.session.connect(urgent=True)
-                committed = self.went_through(doubtful)
+                self.session.connect(urgent=doubtful is not None)
+                require_primary(self.session)
+                committed = doubtful is not None and self.went_through(doubtful)
                 self.deleted = deleted
-                return (doubtful, None) if committed else None
+                return (doubtful, None) if doubtful and committed else None
             except (UnavailableError, psycopg.OperationalError) as error:
                 if self.limits.interrupts.requested:
                     raise StoppedError from None
-                if not doubtful or time.monotonic() > end:
-                    message = error.message if isinstance(error, UnavailableError) else describe(error)
+                message = error.message if isinstance(error, UnavailableError) else describe(error)
+                if error.sqlstate and VERDICTS.get(error.sqlstate[:2]) is Verdict.FAIL_RUN:
+                    raise RunFailedError(f"{failure.message}; then {message}", error.sqlstate) from None
+                if time.monotonic() > end:
                     raise PolicyFailedError(f"{failure.message}; then {message}", failure.sqlstate) from None
             self.limits.interrupts.sleep(1.0)
 
@@ -2466,7 +2557,8 @@ class Job:
 def connect(job: Job) -> None:
     """Connect; a scheduled run keeps trying for connect_retry, inside the window and the budget."""
     retry = job.config.database.connect_retry.total_seconds() if job.scheduled else 0.0
-    job.session.connect_until(min(job.started + retry, job.budget_end, job.window_end))
+    end = min(job.started + retry, job.budget_end, job.window_end)
+    job.session.connect_until(end, job.log.connecting_again)
 
 
 def run(job: Job) -> Result:
@@ -2506,11 +2598,14 @@ def run_phases(job: Job, tables: Sequence[Table | PolicyFailedError], now: dt.da
     cutoffs = {f"CUTOFF_{policy.name.upper()}": format_time(policy.cutoff(now)) for policy in job.policies}
     job.log.emit(JOB_STARTED, "job started", **cutoffs, CASCADES=", ".join(sorted(reached)) or None)
     state = State(job.config.metrics.state, job.log)
+    failed: RunFailedError | None = None  # what no policy can go on after
     for number, (policy, table) in enumerate(zip(job.policies, tables, strict=True)):
         remaining = job.budget_end - time.monotonic()
         share = time.monotonic() + max(0.0, remaining) / (len(tables) - number)
         limits = Limits(share, job.window_end, job.interrupts)
-        result.outcomes.append(run_phase(job, policy, table, now, limits, state))
+        outcome = run_phase(job, policy, failed or table, now, limits, state)
+        failed = failed or (outcome.error if isinstance(outcome.error, RunFailedError) else None)
+        result.outcomes.append(outcome)
 
 
 def inspect_safely(job: Job, policy: Policy) -> Table | PolicyFailedError:
@@ -2529,14 +2624,19 @@ def inspect_safely(job: Job, policy: Policy) -> Table | PolicyFailedError:
 
 
 def run_phase(
-    job: Job, policy: Policy, table: Table | PolicyFailedError, now: dt.datetime, limits: Limits, state: State
+    job: Job,
+    policy: Policy,
+    table: Table | PolicyFailedError | RunFailedError,
+    now: dt.datetime,
+    limits: Limits,
+    state: State,
 ) -> Outcome:
     """One policy from phase_started to phase_completed or phase_failed; raises nothing."""
     outcome = Outcome(policy, policy.cutoff(now))
     started = time.monotonic()
     phase: Phase | None = None
     try:
-        if isinstance(table, PolicyFailedError):
+        if not isinstance(table, Table):
             raise table
         if job.scheduled:
             brake(state.policies.get(policy.name), policy, now, job.config.file)
@@ -2556,7 +2656,7 @@ def run_phase(
         outcome.stop_reason = phase.run()
     except StoppedError:
         outcome.stop_reason = "signal"
-    except PolicyFailedError as error:
+    except (PolicyFailedError, RunFailedError) as error:
         outcome.error = error
     except psycopg.Error as error:
         outcome.error = policy_failure(error)
@@ -2574,7 +2674,8 @@ def connect_again(job: Job) -> None:
     """Replace a lost connection; PolicyFailedError if that takes too long."""
     job.session.close()
     try:
-        job.session.connect_until(min(time.monotonic() + Phase.RECONNECT_FOR, job.budget_end, job.window_end))
+        end = min(time.monotonic() + Phase.RECONNECT_FOR, job.budget_end, job.window_end)
+        job.session.connect_until(end, job.log.connecting_again)
     except UnavailableError as error:
         raise PolicyFailedError(error.message, error.sqlstate) from None
 
@@ -2746,6 +2847,7 @@ def run_command(arguments: argparse.Namespace) -> Exit:
             return Exit.OK
         window_end = started + remaining.total_seconds()
     with Interrupts(final=arguments.final) as interrupts:
+        log.stopping = lambda: interrupts.requested
         session = Session(config.database, password, interrupts)
         job = Job(config, policies, log, interrupts, session, scheduled, started, window_end)
         try:

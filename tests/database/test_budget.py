@@ -585,6 +585,7 @@ def standby(systems: Database) -> Iterator[tuple[Database, Any]]:
         cwd="/",
     )
     server = Server.__new__(Server)
+    server.programs = binaries()
     server.environment, server.directory, server.data, server.log = {}, directory, data, directory / "server.log"
     with (data / "postgresql.conf").open("a") as conf:
         conf.write(f"unix_socket_directories = '{directory}'\n")
