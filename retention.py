@@ -24,6 +24,7 @@ import enum
 import errno
 import getpass
 import io
+import itertools
 import json
 import logging
 import math
@@ -32,6 +33,7 @@ import pwd
 import re
 import select
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -267,6 +269,27 @@ def read_name(value: Any) -> str:
     return name
 
 
+# Of PostgreSQL's key words, those that cannot name a table or a column without quotes.
+RESERVED = """
+    all analyse analyze and any array as asc asymmetric authorization binary both case cast check collate collation
+    column concurrently constraint create cross current_catalog current_date current_role current_schema current_time
+    current_timestamp current_user default deferrable desc distinct do else end except false fetch for foreign freeze
+    from full grant group having ilike in initially inner intersect into is isnull join lateral leading left like limit
+    localtime localtimestamp natural not notnull null offset on only or order outer overlaps placing primary references
+    returning right select session_user similar some symmetric system_user table tablesample then to trailing true
+    union unique user using variadic verbose when where window with"""
+
+
+def quoted(name: str) -> str:
+    """The name as SQL writes it.
+
+    >>> quoted("refresh_tokens"), quoted("user"), quoted("Session")
+    ('refresh_tokens', '"user"', '"Session"')
+    """
+    plain = re.fullmatch(r"[a-z_][a-z0-9_]*", name, re.ASCII) and name not in RESERVED.split()
+    return name if plain else '"{}"'.format(name.replace('"', '""'))
+
+
 @dataclass(frozen=True, slots=True)
 class TableName:
     """A table, by the names in the catalog; `written` is how the configuration calls it, and so do we."""
@@ -293,15 +316,13 @@ class TableName:
 
         return cls(read_name(fold(quoted_schema, schema) or "public"), read_name(fold(quoted, name)), value.strip())
 
+    @property
+    def sql(self) -> str:
+        return f"{quoted(self.schema)}.{quoted(self.name)}"
+
     def __str__(self) -> str:
-        """The name as the configuration or, for others, as SQL writes it."""
-        if self.written:
-            return self.written
-        plain = re.compile(r"[a-z_][a-z0-9_]*")
-        return ".".join(
-            part if plain.fullmatch(part) else '"{}"'.format(part.replace('"', '""'))
-            for part in (self.schema, self.name)
-        )
+        """The name as the configuration writes it or, if it is of another table, as SQL does."""
+        return self.written or self.sql
 
 
 def read_conninfo(value: Any) -> str:
@@ -987,16 +1008,276 @@ def public_name(diag: psycopg.errors.Diagnostic, name: str | None) -> str | None
 
 
 def policy_failure(error: psycopg.Error) -> PolicyFailedError:
-    """The server's error as a policy's failure, with the remedy where there is one."""
-    message = describe(error)
-    if error.sqlstate == "42501" and not error.diag.context:
-        if "row-level security" in message:
-            message += "; rows would be hidden from this role: exempt it (BYPASSRLS), or run as the table's owner"
-        else:
-            message += "; grant it as the README's section on grants says"
-    elif error.sqlstate == "55000" and "replica identity" in message:
-        message += "; a published table needs one: ALTER TABLE … REPLICA IDENTITY"
-    return PolicyFailedError(message, error.sqlstate)
+    """The server's error as a policy's failure."""
+    return PolicyFailedError(describe(error), error.sqlstate)
+
+
+# ── Findings ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# What may be wrong with a policy, its table, the server or the schedule: each kind once, with what to say and what to
+# do. An error fails a run as well, with the same words. The README's "When something is wrong" is this table.
+
+
+class Severity(enum.StrEnum):
+    """How bad a finding is: an error would fail a run."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    INFO = "info"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A kind of finding. `sentence` and `remedy` have places in braces; an error raises `failure` in a run."""
+
+    severity: Severity
+    sentence: str
+    remedy: str
+    sqlstate: str | None = None
+    failure: type[RetentionError] = PolicyFailedError
+
+
+ERROR, WARNING, INFO = Severity
+RULES = {
+    # of the configuration, the server and the role
+    "configuration": Rule(ERROR, "{problem}", "correct the configuration", None, ConfigurationError),
+    "unreachable": Rule(ERROR, "{problem}", "see that the server runs and database.conninfo is right"),
+    "server_too_old": Rule(
+        ERROR,
+        "the server is older than PostgreSQL 14, which this program needs",
+        "upgrade the server",
+        None,
+        UnavailableError,
+    ),
+    "not_primary": Rule(
+        ERROR,
+        "the server is not the primary: it is a standby, in recovery",
+        "point database.conninfo at the primary",
+        "25006",
+        UnavailableError,
+    ),
+    "read_only": Rule(
+        ERROR,
+        "the server is read-only: default_transaction_read_only is on (set by: {source})",
+        "make it writable again; an administrator or a full disk may have made it so",
+        "25006",
+        UnavailableError,
+    ),
+    "clock_skew": Rule(
+        ERROR,
+        "clock skew: the database says {database}, this machine {machine}, more than database.max_clock_skew"
+        " ({allowed}) apart; nothing is deleted",
+        "set the clocks right",
+        None,
+        RunFailedError,
+    ),
+    "keys_off": Rule(
+        ERROR,
+        "foreign keys and triggers are off for the role {role}: session_replication_role is {value}",
+        "ALTER ROLE {role} RESET session_replication_role",
+        None,
+        RunFailedError,
+    ),
+    "idle_timeout": Rule(
+        WARNING,
+        "the server ends sessions that are idle for {timeout}, and run.pause is {pause}: each batch connects anew",
+        "ALTER ROLE {role} SET idle_session_timeout = 0",
+    ),
+    # of a policy's table
+    "table_missing": Rule(
+        ERROR,
+        "table {table} does not exist in the database {database}",
+        "correct policy.{policy}.table or database.conninfo",
+        "42P01",
+    ),
+    "not_a_table": Rule(ERROR, "{table} is {kind}, not an ordinary table", "name the table itself", "42809"),
+    "partitioned": Rule(
+        ERROR, "{table} is {kind}, not an ordinary table", "partitions are not purged by this version", "42809"
+    ),
+    "column_missing": Rule(ERROR, 'table {table} has no column "{column}"', "correct policy.{policy}.{key}", "42703"),
+    "age_type": Rule(
+        ERROR,
+        'column "{column}" of {table} is {type}; it must be timestamptz, timestamp or date',
+        "correct policy.{policy}.{key}",
+        "42804",
+    ),
+    "value_type": Rule(
+        ERROR,
+        'column "{column}" of {table} is {type}, policy.{policy}.only gives {given}',
+        "{accepted}",
+        "42804",
+    ),
+    "value_impossible": Rule(
+        ERROR, 'column "{column}" of {table} is {type} and cannot be {value}', "correct policy.{policy}.only{labels}"
+    ),
+    "parent_without_key": Rule(
+        ERROR,
+        'policy.{policy}.parent_column "{column}" of {table} has no foreign key, and the table no single-column primary'
+        " key that it could name",
+        "add one of the two, or leave parent_column out",
+    ),
+    "parent_type": Rule(
+        ERROR,
+        'policy.{policy}.parent_column "{column}" of {table} is {type}, and the primary key "{key}" is {key_type}',
+        "correct policy.{policy}.parent_column",
+        "42804",
+    ),
+    "cascade": Rule(
+        ERROR,
+        "deleting from {table} would also delete or change rows of {tables} (a foreign key with a delete action)",
+        "if that is meant, set policy.{policy}.allow_cascade = true",
+    ),
+    "cascade_into_policy": Rule(
+        WARNING,
+        "deleting from {table} takes rows of {other} along, whatever policy.{others} would keep of them",
+        "make the foreign key {constraint} ON DELETE RESTRICT, or be sure that it is meant",
+    ),
+    "privilege_missing": Rule(
+        ERROR, "permission denied: the role {role} lacks {privileges} on {table}", "{sql}", "42501"
+    ),
+    "row_security": Rule(
+        ERROR,
+        "row-level security of {table} applies to the role {role} and would hide rows from it",
+        "ALTER ROLE {role} BYPASSRLS, or run as the table's owner",
+        "42501",
+    ),
+    "delete_rule": Rule(
+        ERROR,
+        "the rule {rule} on {table} would do something else in place of a DELETE",
+        "drop or disable the rule",
+        "0A000",
+    ),
+    "delete_trigger": Rule(
+        WARNING,
+        "the trigger {trigger} on {table} runs before each row is deleted, and can refuse or cancel that",
+        "see that it lets old rows go",
+    ),
+    "replica_identity": Rule(
+        ERROR,
+        "{table} is published by {publication} and has no replica identity, so that the server refuses every DELETE",
+        "ALTER TABLE {table} REPLICA IDENTITY FULL, or add a primary key",
+        "55000",
+    ),
+    "reference_unreadable": Rule(
+        WARNING,
+        "the role {role} cannot read {child}, whose foreign key {constraint} may hold rows of {table}: they are found"
+        " by trying, one by one",
+        "{sql}",
+    ),
+    "reference_unindexed": Rule(
+        WARNING,
+        "the foreign key {constraint} of {child} has no index: PostgreSQL reads all of {child} for each row that goes",
+        "{sql}",
+    ),
+    "age_unindexed": Rule(
+        INFO,
+        'column "{column}" of {table} has no index that a run could follow, so it reads the whole table, page by page',
+        "{sql}, or leave it so where that is quick enough",
+    ),
+    "age_without_zone": Rule(
+        INFO,
+        'column "{column}" of {table} is {type} and is taken as UTC',
+        "see that the service writes UTC",
+    ),
+    # of its rows
+    "age_missing": Rule(
+        WARNING,
+        'in {count} rows of {table} "{column}" is NULL, so that this policy never reaches them',
+        "fill the column in and set it NOT NULL, or delete these rows by hand",
+    ),
+    "age_implausible": Rule(
+        WARNING,
+        'in {count} rows of {table} "{column}" is before 2000; they count as old and would go',
+        "if such a value means something else, correct it",
+    ),
+    "age_in_future": Rule(
+        WARNING,
+        'in {count} rows of {table} "{column}" lies in the future, up to {newest}',
+        "see that the service writes UTC and that its clock is right",
+    ),
+    "value_unused": Rule(
+        WARNING, 'no row of {table} has "{column}" = {value}', "see that policy.{policy}.only has it right"
+    ),
+    "within_lifetime": Rule(
+        WARNING,
+        'in {count} rows of {table} that would go, "{column}" still lies ahead: a token that is used again would not be'
+        " recognized any more",
+        "keep them until they have expired: expiry_column with grace",
+    ),
+    # of a run
+    "deletes_cancelled": Rule(
+        ERROR,
+        "claimed {count}, deleted 0: the database reports no error and keeps the rows",
+        "look for a BEFORE DELETE trigger on {table}",
+    ),
+    "table_changed": Rule(
+        ERROR,
+        "triggers or foreign keys on {table} were changed while the run was on it",
+        "none is needed: the next run judges the table anew",
+    ),
+    "cutoff_jumped": Rule(
+        ERROR,
+        "the cutoff moved forward from {before} to {after}, by {moved}, while {elapsed} passed since the last run;"
+        " nothing is deleted",
+        "check policy.{policy} and the clocks; if it is meant, run {command}",
+    ),
+    # of the schedule, where systemd is there
+    "schedule_unknown": Rule(INFO, "systemd does not tell about {unit}: {problem}", "run systemctl status {unit}"),
+    "timer_missing": Rule(
+        WARNING,
+        "{unit} is not enabled ({state}), so that systemd starts no run",
+        "systemctl enable --now {unit}",
+    ),
+    "timer_outside_window": Rule(
+        WARNING,
+        "{unit} may start a run at {when}, outside run.night_window_utc ({window}): that run would do nothing",
+        "change OnCalendar= of the timer, or run.night_window_utc",
+    ),
+    "timer_period": Rule(
+        WARNING,
+        "{unit} lets up to {gap} pass between two runs, run.retention_interval is {interval}",
+        "change OnCalendar= of the timer and run.retention_interval together",
+    ),
+    "start_timeout": Rule(
+        WARNING,
+        "systemd ends {unit} after {timeout} (TimeoutStartSec=), run.max_run_duration is {budget}",
+        "set NotifyAccess=main, or a longer TimeoutStartSec=",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is wrong, or that its user should know; `policy` is None where it is about all of them."""
+
+    code: str
+    policy: str | None
+    message: str
+    remedy: str
+    sqlstate: str | None
+
+    @classmethod
+    def of(cls, code: str, policy: str | None = None, sqlstate: str | None = None, /, **names: object) -> Finding:
+        """One of the RULES, with its places filled in."""
+        rule = RULES[code]
+        message, remedy = (text.format(policy=policy, **names) for text in (rule.sentence, rule.remedy))
+        return cls(code, policy, printable(message), printable(remedy), sqlstate or rule.sqlstate)
+
+    @property
+    def severity(self) -> Severity:
+        return RULES[self.code].severity
+
+    def failure(self) -> RetentionError:
+        """The error that it is in a run."""
+        return RULES[self.code].failure(f"{self.message}; {self.remedy}", self.sqlstate)
+
+    def json(self) -> dict[str, str | None]:
+        return {
+            "policy": self.policy,
+            "severity": self.severity.value,
+            "code": self.code,
+            "message": self.message,
+            "remedy": self.remedy,
+        }
 
 
 # ── What the database says of a table ─────────────────────────────────────────────────────────────────────────────────
@@ -1031,7 +1312,7 @@ class Table:
     indexed: bool  # a walk in the order of age is cheap
     references: tuple[Reference, ...]
     own_action: bool  # a self reference would delete or change children along with a parent
-    cascades: tuple[str, ...]  # tables from which a delete here takes rows along, by leave of allow_cascade
+    cascades: tuple[TableName, ...]  # tables from which a delete here takes rows along, by leave of allow_cascade
 
     def bound(self, now: dt.datetime) -> str:
         """The cutoff as a value of the column's type, for a strict comparison.
@@ -1061,29 +1342,32 @@ INTEGER_BITS = {20: 64, 21: 16, 23: 32}
 TRIGGERS = "COALESCE((SELECT sum(g.oid::bigint) FROM pg_catalog.pg_trigger g WHERE g.tgrelid = %(oid)s::oid), 0)::text"
 RELATION = """
 SELECT c.oid::bigint, c.relkind::text, c.relispartition,
-       EXISTS (SELECT FROM pg_catalog.pg_inherits i WHERE i.inhparent = c.oid)
+       EXISTS (SELECT FROM pg_catalog.pg_inherits i WHERE i.inhparent = c.oid), current_user::text
 FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
 WHERE n.nspname = %(schema)s AND c.relname = %(name)s
 """
+# An index that a walk can follow both ways: ASC NULLS LAST or DESC NULLS FIRST.
+AGE_INDEX = """EXISTS (
+    SELECT FROM pg_catalog.pg_index i
+        JOIN pg_catalog.pg_class ic ON ic.oid = i.indexrelid
+        JOIN pg_catalog.pg_am am ON am.oid = ic.relam
+    WHERE i.indrelid = {relation} AND i.indkey[0] = {attnum} AND am.amname = 'btree' AND i.indpred IS NULL
+      AND i.indoption[0] IN (0, 3) AND i.indisvalid AND i.indisready AND NOT i.indcheckxmin)"""
 # A domain stands for the type under it.
-COLUMNS = """
+COLUMNS = f"""
 WITH RECURSIVE resolved AS (
-    SELECT a.attname::text, a.attnum, a.atttypid AS declared, a.atttypid AS type
+    SELECT a.attname::text, a.attnum, a.atttypid AS declared, a.atttypid AS type, a.atttypmod AS modifier
     FROM pg_catalog.pg_attribute a WHERE a.attrelid = %(oid)s AND NOT a.attisdropped
     UNION ALL
-    SELECT r.attname, r.attnum, r.declared, t.typbasetype
+    SELECT r.attname, r.attnum, r.declared, t.typbasetype, t.typtypmod
     FROM resolved r JOIN pg_catalog.pg_type t ON t.oid = r.type WHERE t.typtype = 'd'
 )
-SELECT r.attname, r.type::bigint, t.typtype = 'e', t.typcategory = 'S', pg_catalog.format_type(r.declared, NULL),
+SELECT r.attname, r.type::bigint, t.typtype = 'e', t.typcategory = 'S', pg_catalog.format_type(r.declared, r.modifier),
        ARRAY(SELECT e.enumlabel::text FROM pg_catalog.pg_enum e WHERE e.enumtypid = r.type ORDER BY e.enumsortorder),
-       EXISTS (SELECT FROM pg_catalog.pg_index i
-                   JOIN pg_catalog.pg_class ic ON ic.oid = i.indexrelid
-                   JOIN pg_catalog.pg_am am ON am.oid = ic.relam
-               WHERE i.indrelid = %(oid)s AND i.indkey[0] = r.attnum AND am.amname = 'btree' AND i.indpred IS NULL
-                 AND i.indoption[0] IN (0, 3)  -- ASC NULLS LAST or DESC NULLS FIRST, in which a walk can go both ways
-                 AND i.indisvalid AND i.indisready AND NOT i.indcheckxmin)
+       CASE WHEN r.type IN (1042, 1043) AND r.modifier >= 4 THEN r.modifier - 4 END,  -- char and varchar
+       {AGE_INDEX.format(relation="%(oid)s", attnum="r.attnum")}
 FROM resolved r JOIN pg_catalog.pg_type t ON t.oid = r.type WHERE t.typtype <> 'd'
-"""
+"""  # noqa: S608, of our own text
 # With the operator that is "equal" to its index (strategy 3 of a btree).
 PRIMARY_KEY = """
 SELECT a.attname::text, format('OPERATOR(%%I.%%s)', n.nspname, o.oprname)
@@ -1096,9 +1380,29 @@ FROM pg_catalog.pg_index i
     JOIN pg_catalog.pg_namespace n ON n.oid = o.oprnamespace
 WHERE i.indrelid = %(oid)s AND i.indisprimary
 """
-# Foreign keys into the table. The rows of a partitioned child are found through the child itself.
-REFERENCES = """
-SELECT k.conname::text, n.nspname::text, c.relname::text, k.conrelid = k.confrelid AS own, k.confdeltype::text,
+# An index by which the children of one row are found; leaving out NULLs, as EF Core's filtered indexes do, is no loss.
+CHILD_INDEX = """EXISTS (
+    SELECT FROM pg_catalog.pg_index i
+        JOIN pg_catalog.pg_class ic ON ic.oid = i.indexrelid
+        JOIN pg_catalog.pg_am am ON am.oid = ic.relam
+        JOIN pg_catalog.pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0]
+    WHERE i.indrelid = {relation} AND a.{column}
+      AND i.indisvalid AND i.indisready AND am.amname IN ('btree', 'hash')
+      AND (i.indpred IS NULL
+           OR pg_catalog.pg_get_expr(i.indpred, i.indrelid) = pg_catalog.format('(%I IS NOT NULL)', a.attname)))"""
+# Foreign keys into the table, and from there as far as a delete spreads: into what it deletes from (c), not into what
+# it only sets to NULL (n) or to its default (d). The rows of a partitioned child are found through the child itself.
+REFERENCES = f"""
+WITH RECURSIVE reached AS (
+    SELECT k.oid, k.conrelid, k.confrelid, k.confdeltype FROM pg_catalog.pg_constraint k
+    WHERE k.contype = 'f' AND k.confrelid = %(oid)s AND k.conparentid = 0
+    UNION
+    SELECT k.oid, k.conrelid, k.confrelid, k.confdeltype
+    FROM reached r JOIN pg_catalog.pg_constraint k ON k.confrelid = r.conrelid
+    WHERE r.confdeltype = 'c' AND k.contype = 'f' AND k.conparentid = 0
+)
+SELECT k.conname::text, n.nspname::text, c.relname::text, k.confrelid = %(oid)s AS direct, k.conrelid = k.confrelid,
+       k.confdeltype::text,
        ARRAY(SELECT a.attname::text FROM unnest(k.conkey) WITH ORDINALITY AS u (attnum, position)
              JOIN pg_catalog.pg_attribute a ON a.attrelid = k.conrelid AND a.attnum = u.attnum ORDER BY u.position),
        ARRAY(SELECT a.attname::text FROM unnest(k.confkey) WITH ORDINALITY AS u (attnum, position)
@@ -1110,40 +1414,38 @@ SELECT k.conname::text, n.nspname::text, c.relname::text, k.conrelid = k.confrel
        NOT pg_catalog.row_security_active(k.conrelid)
            AND pg_catalog.has_schema_privilege(n.oid, 'USAGE')
            AND (SELECT bool_and(pg_catalog.has_column_privilege(k.conrelid, u.attnum, 'SELECT'))
-                FROM unnest(k.conkey) AS u (attnum)) AS readable
-FROM pg_catalog.pg_constraint k
+                FROM unnest(k.conkey) AS u (attnum)),
+       {CHILD_INDEX.format(relation="k.conrelid", column="attnum = ANY (k.conkey)").replace("%", "%%")}
+FROM reached r JOIN pg_catalog.pg_constraint k ON k.oid = r.oid
     JOIN pg_catalog.pg_class c ON c.oid = k.conrelid
     JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
-WHERE k.contype = 'f' AND k.confrelid = %(oid)s AND k.conparentid = 0
 ORDER BY k.conname, k.oid
+"""  # noqa: S608, of our own text
+PRIVILEGES = """
+SELECT CASE WHEN NOT pg_catalog.has_schema_privilege(c.relnamespace, 'USAGE') THEN n.nspname::text END,
+       pg_catalog.has_table_privilege(c.oid, 'DELETE'), pg_catalog.has_any_column_privilege(c.oid, 'UPDATE'),
+       ARRAY(SELECT u.name FROM unnest(%(columns)s::text[]) WITH ORDINALITY AS u (name, position)
+             WHERE NOT pg_catalog.has_column_privilege(c.oid, u.name, 'SELECT') ORDER BY u.position)
+FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = %(oid)s
 """
-# An index by which the children of one row are found; leaving out NULLs, as EF Core's filtered indexes do, is no loss.
-CHILD_INDEX = """
-SELECT EXISTS (
-    SELECT FROM pg_catalog.pg_index i
-        JOIN pg_catalog.pg_class c ON c.oid = i.indrelid
-        JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
-        JOIN pg_catalog.pg_class ic ON ic.oid = i.indexrelid
-        JOIN pg_catalog.pg_am am ON am.oid = ic.relam
-        JOIN pg_catalog.pg_attribute a ON a.attrelid = c.oid AND a.attnum = i.indkey[0]
-    WHERE n.nspname = %(schema)s AND c.relname = %(name)s AND a.attname = ANY (%(columns)s::text[])
-      AND i.indisvalid AND i.indisready AND am.amname IN ('btree', 'hash')
-      AND (i.indpred IS NULL
-           OR pg_catalog.pg_get_expr(i.indpred, i.indrelid) = format('(%%I IS NOT NULL)', a.attname)))
-"""
-# Tables that a delete here would change, to any depth: deleted from (c), or their reference set to NULL (n) or to its
-# default (d). What is only nulled takes nothing further along.
-CASCADES = """
-WITH RECURSIVE reached AS (
-    SELECT k.conrelid, k.confdeltype FROM pg_catalog.pg_constraint k
-    WHERE k.contype = 'f' AND k.confrelid = %(oid)s AND k.conrelid <> k.confrelid AND k.confdeltype IN ('c', 'n', 'd')
-    UNION
-    SELECT k.conrelid, k.confdeltype FROM reached r JOIN pg_catalog.pg_constraint k ON k.confrelid = r.conrelid
-    WHERE r.confdeltype = 'c' AND k.contype = 'f' AND k.confdeltype IN ('c', 'n', 'd')
-)
-SELECT DISTINCT n.nspname::text, c.relname::text
-FROM reached r JOIN pg_catalog.pg_class c ON c.oid = r.conrelid JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
-ORDER BY 1, 2
+# Whether row security applies to us; rules that rewrite a DELETE; triggers before a row is deleted (of pg_trigger.h:
+# row 1, before 2, delete 8); a publication of deletes for a table by whose rows a subscriber could not know them again.
+HINDRANCES = """
+SELECT pg_catalog.row_security_active(c.oid),
+       (SELECT min(r.rulename)::text FROM pg_catalog.pg_rewrite r
+        WHERE r.ev_class = c.oid AND r.ev_type = '4' AND r.ev_enabled IN ('O', 'A')),
+       ARRAY(SELECT g.tgname::text FROM pg_catalog.pg_trigger g
+             WHERE g.tgrelid = c.oid AND NOT g.tgisinternal AND g.tgenabled IN ('O', 'A') AND g.tgtype & 11 = 11
+             ORDER BY 1),
+       CASE WHEN c.relreplident = 'n' OR NOT EXISTS (
+                SELECT FROM pg_catalog.pg_index i
+                WHERE i.indrelid = c.oid
+                  AND CASE c.relreplident WHEN 'd' THEN i.indisprimary WHEN 'i' THEN i.indisreplident ELSE true END)
+            AND c.relreplident <> 'f'
+            THEN (SELECT min(p.pubname)::text FROM pg_catalog.pg_publication p
+                      JOIN pg_catalog.pg_publication_tables t ON t.pubname = p.pubname
+                  WHERE p.pubdelete AND t.schemaname = n.nspname AND t.tablename = c.relname) END
+FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = %(oid)s
 """
 
 
@@ -1155,147 +1457,248 @@ class Column:
     text: bool
     declared: str
     labels: list[str]
+    length: int | None  # in characters, where it is limited
     indexed: bool
 
 
-def inspect(session: Session, policy: Policy) -> Table:
-    """What the catalog says of the policy's table; PolicyFailedError, with the remedy, if it cannot be purged."""
-    with session.transaction(snapshot=True) as connection:
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What there is to say of one policy's table; `table` is None if an error is among it."""
 
-        def ask(query: str, **parameters: Any) -> list[tuple[Any, ...]]:
-            return connection.execute(query.encode(), parameters).fetchall()
+    policy: Policy
+    table: Table | None
+    lifetime: Column | None  # where the policy does not go by it: when a row's token would expire
+    findings: tuple[Finding, ...]
 
-        name = policy.table
-        relations = ask(RELATION, schema=name.schema, name=name.name)
+    def failure(self) -> RetentionError:
+        """The error that the policy has in a run; there is more in `--check` if there is more."""
+        errors = [finding for finding in self.findings if finding.severity is ERROR]
+        failure = errors[0].failure()
+        if len(errors) > 1:
+            failure.message += f" ({len(errors) - 1} more: {PROGRAM} --check)"
+        return failure
+
+
+def inspect(session: Session, policy: Policy, policies: Sequence[Policy]) -> Inspection:
+    """What the catalog says of the policy's table; `policies` are all of them, this one included."""
+    with session.transaction(snapshot=True) as transaction:
+        inspector = Inspector(transaction, policy)
+        table = inspector.inspect(policies)
+        lifetime = inspector.lifetime(policies) if table else None
+    findings = tuple(inspector.findings)
+    failed = any(finding.severity is ERROR for finding in findings)
+    return Inspection(policy, None if failed else table, lifetime, findings)
+
+
+class Inspector:
+    """One look at the catalog, in one snapshot. What is wrong is reported, and the look goes on as far as it can."""
+
+    def __init__(self, transaction: Transaction, policy: Policy) -> None:
+        self.transaction = transaction
+        self.policy = policy
+        self.name = policy.table
+        self.findings: list[Finding] = []
+        self.columns: dict[str, Column] = {}
+        self.role = ""
+        self.oid = 0
+
+    def ask(self, query: str, **parameters: object) -> list[tuple[Any, ...]]:
+        return self.transaction.execute(query.encode(), {"oid": self.oid, **parameters}).fetchall()
+
+    def report(self, code: str, *, sqlstate: str | None = None, **names: object) -> None:
+        names = {"table": self.name, "role": self.role, **names}
+        self.findings.append(Finding.of(code, self.policy.name, sqlstate, **names))
+
+    def inspect(self, policies: Sequence[Policy]) -> Table | None:
+        relations = self.ask(RELATION, schema=self.name.schema, name=self.name.name)
         if not relations:
-            raise PolicyFailedError(
-                f"table {name} does not exist in the database {ask('SELECT current_database()')[0][0]}; correct"
-                f" policy.{policy.name}.table or database.conninfo",
-                "42P01",
-            )
-        oid, relkind, is_partition, has_children = relations[0]
-        ((triggers,),) = ask(f"SELECT {TRIGGERS}", oid=oid)
+            ((database,),) = self.ask("SELECT current_database()")
+            self.report("table_missing", database=database)
+            return None
+        self.oid, relkind, is_partition, has_children, role = relations[0]
+        self.role = quoted(role)
         if relkind != "r" or is_partition or has_children:
             kind = "a partition" if is_partition else KINDS_OF_RELATION.get(relkind, "no table")
-            remedy = (
-                "partitions are not purged by this version"
-                if is_partition or relkind in "rp"
-                else "name the table itself"
-            )
-            raise PolicyFailedError(f"{name} is {kind}, not an ordinary table; {remedy}", "42809")
-        columns = {row[0]: Column(*row) for row in ask(COLUMNS, oid=oid)}
-
-        def column(key: str, wanted: str) -> Column:
-            if wanted not in columns:
-                raise PolicyFailedError(
-                    f'table {name} has no column "{wanted}"; correct policy.{policy.name}.{key}', "42703"
-                )
-            return columns[wanted]
-
-        age_key = "age_column" if policy.age_column else "expiry_column"
-        age = column(age_key, policy.column)
-        if age.type not in AGE_TYPES:
-            raise PolicyFailedError(
-                f'column "{age.name}" of {name} is {age.declared}; it must be timestamptz, timestamp or date;'
-                f" correct policy.{policy.name}.{age_key}",
-                "42804",
-            )
-        only = tuple(
-            allow_list(policy, name, column("only", key), values) for key, values in (policy.only or {}).items()
+            self.report("partitioned" if is_partition or relkind in "rp" else "not_a_table", kind=kind)
+            return None
+        ((triggers,),) = self.ask(f"SELECT {TRIGGERS}")
+        self.columns = {row[0]: Column(*row) for row in self.ask(COLUMNS)}
+        age = self.age()
+        only = [self.allow_list(column, values) for column, values in (self.policy.only or {}).items()]
+        references, own_action, cascades = self.references(policies)
+        reads = dict.fromkeys(
+            [
+                *("ctid", self.policy.column, *(self.policy.only or {})),
+                *(pair[0] for reference in references if reference.own for pair in reference.pairs),
+                *(pair[1] for reference in references for pair in reference.pairs),
+            ]
         )
-        references, own_action = find_references(ask, oid)
-        if policy.parent_column:
-            parent = column("parent_column", policy.parent_column)
-            if not any(r.own and [pair[0] for pair in r.pairs] == [policy.parent_column] for r in references):
-                references.append(reference_by_key(policy, name, ask, oid, parent, columns))
-        cascades = tuple(str(TableName(*row)) for row in ask(CASCADES, oid=oid))
-        if cascades and not policy.allow_cascade:
-            raise PolicyFailedError(
-                f"deleting from {name} would also delete or change rows of {', '.join(cascades)} (a foreign key with a"
-                f" delete action); if that is meant, set policy.{policy.name}.allow_cascade = true"
-            )
+        self.privileges([column for column in reads if column == "ctid" or column in self.columns])
+        self.hindrances()
+        if age is None or not all(only):
+            return None
         return Table(
-            policy=policy,
-            name=name,
-            oid=oid,
+            policy=self.policy,
+            name=self.name,
+            oid=self.oid,
             triggers=triggers,
             age=age.name,
             age_type=AGE_TYPES[age.type],
-            only=only,
+            only=tuple(filter(None, only)),
             indexed=age.indexed,
             references=tuple(references),
             own_action=own_action,
             cascades=cascades,
         )
 
+    def column(self, key: str, wanted: str) -> Column | None:
+        if wanted not in self.columns:
+            self.report("column_missing", column=wanted, key=key)
+        return self.columns.get(wanted)
 
-def allow_list(policy: Policy, table: TableName, column: Column, values: list[Any]) -> tuple[str, str, list[Any]]:
-    """The column's name, the type to compare it in, and its values; refuses values that the column cannot have."""
-    where = f"policy.{policy.name}.only"
-    if column.enum:
-        missing = [value for value in values if value not in column.labels]
-        if missing:
-            raise PolicyFailedError(
-                f'type {column.declared} of column "{column.name}" of {table} has no label {missing[0]!r};'
-                f" correct {where}: {', '.join(column.labels)}",
-                "22P02",
-            )
-    expected, comparison = (str, "text") if column.enum or column.text else COMPARED.get(column.type, (None, ""))
-    if type(values[0]) is not expected:
-        names = {str: "text", bool: "booleans", int: "whole numbers"}
-        raise PolicyFailedError(
-            f'column "{column.name}" of {table} is {column.declared}, {where} gives {names[type(values[0])]}; '
-            + (f"give {names[expected]}" if expected else "it can be text, an enum, a whole number or boolean"),
-            "42804",
-        )
-    largest = 2 ** (INTEGER_BITS.get(column.type, 64) - 1)
-    if impossible := [value for value in values if expected is int and not -largest <= value < largest]:
-        raise PolicyFailedError(
-            f'column "{column.name}" of {table} is {column.declared} and cannot be {impossible[0]}; correct {where}',
-            "22003",
-        )
-    return column.name, comparison, values
+    def age(self) -> Column | None:
+        """The column that the policy goes by; None if it cannot."""
+        key = "age_column" if self.policy.age_column else "expiry_column"
+        age = self.column(key, self.policy.column)
+        if age is None:
+            return None
+        if age.type not in AGE_TYPES:
+            self.report("age_type", column=age.name, type=age.declared, key=key)
+            return None
+        if age.type == 1114:  # timestamp
+            self.report("age_without_zone", column=age.name, type=age.declared)
+        if not age.indexed:
+            self.report("age_unindexed", column=age.name, sql=create_index(self.name, [age.name]))
+        return age
+
+    def allow_list(self, name: str, values: list[Any]) -> tuple[str, str, list[Any]] | None:
+        """The column's name, the type to compare it in, and its values; None if the column cannot have one of them."""
+        column = self.column("only", name)
+        if column is None:
+            return None
+        about = {"column": name, "type": column.declared}
+        kind, comparison = (str, "text") if column.enum or column.text else COMPARED.get(column.type, (None, ""))
+        if type(values[0]) is not kind:
+            names = {str: "text", bool: "booleans", int: "whole numbers"}
+            accepted = f"give {names[kind]}" if kind else "it can be text, an enum, a whole number or boolean"
+            self.report("value_type", given=names[type(values[0])], accepted=accepted, **about)
+            return None
+        largest = 2 ** (INTEGER_BITS.get(column.type, 64) - 1)
+        for value in values:
+            if column.enum and value not in column.labels:
+                sqlstate, labels = "22P02", ": " + ", ".join(column.labels)
+            elif column.length is not None and len(value) > column.length:
+                sqlstate, labels = "22001", ""
+            elif kind is int and not -largest <= value < largest:
+                sqlstate, labels = "22003", ""
+            else:
+                continue
+            self.report("value_impossible", sqlstate=sqlstate, value=repr(value), labels=labels, **about)
+            return None
+        return name, comparison, values
+
+    def references(self, policies: Sequence[Policy]) -> tuple[list[Reference], bool, tuple[TableName, ...]]:
+        """What keeps rows: our own foreign keys of any action, and others that refuse, where this role may read them.
+
+        And whether one of our own has an action; and the tables that a delete here would spread to.
+        """
+        found, own_action, cascades = [], False, {}
+        for row in self.ask(REFERENCES):
+            name, schema, relation_name, direct, own, action, columns, keys, operators, readable, indexed = row
+            child = TableName(schema, relation_name)
+            refuses = action in ("a", "r")  # NO ACTION, RESTRICT
+            if not indexed:
+                cure = create_index(child, columns)
+                self.report("reference_unindexed", constraint=quoted(name), child=child, sql=cure)
+            if own and direct:
+                own_action |= not refuses
+            elif not refuses:
+                cascades[child] = name
+            elif direct and not readable:  # such rows are found by isolation
+                cure = f"GRANT SELECT ({', '.join(map(quoted, columns))}) ON {child.sql} TO {self.role}"
+                self.report("reference_unreadable", constraint=quoted(name), child=child, sql=cure)
+            if direct and (own or (refuses and readable)):
+                pairs = tuple(zip(columns, keys, operators, strict=True))
+                found.append(Reference(name, child, pairs, own, indexed))
+        parent = self.policy.parent_column
+        if parent and not any(r.own and [pair[0] for pair in r.pairs] == [parent] for r in found):
+            found += self.reference_by_key(parent)
+        if cascades and not self.policy.allow_cascade:
+            self.report("cascade", tables=", ".join(sorted(map(str, cascades))))
+        for other in policies:
+            if other.table in cascades:
+                constraint = quoted(cascades[other.table])
+                self.report("cascade_into_policy", other=other.table, others=other.name, constraint=constraint)
+        return found, own_action, tuple(cascades)
+
+    def reference_by_key(self, name: str) -> list[Reference]:
+        """The reference that `parent_column` declares and no constraint does: to the single-column primary key."""
+        parent = self.column("parent_column", name)
+        if parent is None:
+            return []
+        key = self.ask(PRIMARY_KEY)
+        if len(key) != 1:
+            self.report("parent_without_key", column=name)
+            return []
+        named = self.columns[key[0][0]]
+        if COMPARED.get(parent.type, parent.type) != COMPARED.get(named.type, named.type) and not (
+            parent.text and named.text
+        ):
+            self.report("parent_type", column=name, type=parent.declared, key=named.name, key_type=named.declared)
+        child_index = CHILD_INDEX.replace("%", "%%").format(relation="%(oid)s::oid", column="attname = %(column)s")
+        ((indexed,),) = self.ask(f"SELECT {child_index}", column=name)
+        if not indexed:
+            cure = create_index(self.name, [name])
+            self.report("reference_unindexed", constraint=f"(parent_column) {name}", child=self.name, sql=cure)
+        return [Reference(name, self.name, ((name, *key[0]),), True, indexed)]
+
+    def privileges(self, reads: Sequence[str]) -> None:
+        """Whether the role may do what the statements do: read these columns, lock rows (UPDATE on any), delete."""
+        ((schema, may_delete, may_lock, unreadable),) = self.ask(PRIVILEGES, columns=reads)
+        lacks, grants = [], []
+        if unreadable:
+            grants.append(f"SELECT ({', '.join(map(quoted, unreadable))})")
+            lacks += grants
+        if not may_lock:
+            lacks.append("UPDATE on any one column")
+            key = [quoted(row[0]) for row in self.ask(PRIMARY_KEY)]
+            grants.append(f"UPDATE ({key[0] if key else quoted(self.policy.column)})")
+        if not may_delete:
+            lacks.append("DELETE")
+            grants.append("DELETE")
+        statements = [f"GRANT {', '.join(grants)} ON {self.name.sql} TO {self.role}"] if grants else []
+        if schema:
+            lacks.insert(0, f"USAGE on its schema {quoted(schema)}")
+            statements.insert(0, f"GRANT USAGE ON SCHEMA {quoted(schema)} TO {self.role}")
+        if lacks:
+            self.report("privilege_missing", privileges=", ".join(lacks), sql="; ".join(statements))
+
+    def lifetime(self, policies: Sequence[Policy]) -> Column | None:
+        """The column by which another policy of the table goes, or one of the usual name, if the role may read it."""
+        if self.policy.expiry_column:
+            return None
+        names = [policy.expiry_column for policy in policies if policy.table == self.name]
+        for column in filter(None, map(self.columns.get, [*filter(None, names), "expires_at"])):
+            query = "SELECT pg_catalog.has_column_privilege(%(oid)s::oid, %(column)s, 'SELECT')"
+            if column.type in AGE_TYPES and self.ask(query, column=column.name) == [(True,)]:
+                return column
+        return None
+
+    def hindrances(self) -> None:
+        """What would keep rows from us, or keep them from going."""
+        ((row_security, rule, triggers, publication),) = self.ask(HINDRANCES)
+        if row_security:
+            self.report("row_security")
+        if rule:
+            self.report("delete_rule", rule=quoted(rule))
+        for trigger in triggers:
+            self.report("delete_trigger", trigger=quoted(trigger))
+        if publication:
+            self.report("replica_identity", publication=quoted(publication))
 
 
-Ask = Callable[..., list[tuple[Any, ...]]]
-
-
-def find_references(ask: Ask, oid: int) -> tuple[list[Reference], bool]:
-    """The foreign keys that keep rows: our own of any action, and others that refuse, where this role may read them.
-
-    And whether one of our own has an action.
-    """
-    found, own_action = [], False
-    for name, schema, child, own, action, columns, keys, operators, readable in ask(REFERENCES, oid=oid):
-        refuses = action in ("a", "r")  # NO ACTION, RESTRICT
-        own_action |= own and not refuses
-        if own or (refuses and readable):  # a cascade is judged apart; what cannot be read is found by isolation
-            ((indexed,),) = ask(CHILD_INDEX, schema=schema, name=child, columns=columns)
-            pairs = tuple(zip(columns, keys, operators, strict=True))
-            found.append(Reference(name, TableName(schema, child), pairs, own, indexed))
-    return found, own_action
-
-
-def reference_by_key(
-    policy: Policy, table: TableName, ask: Ask, oid: int, parent: Column, columns: Mapping[str, Column]
-) -> Reference:
-    """The reference that `parent_column` declares and no constraint does: to the single-column primary key."""
-    key = ask(PRIMARY_KEY, oid=oid)
-    where = f'policy.{policy.name}.parent_column "{parent.name}" of {table}'
-    if len(key) != 1:
-        raise PolicyFailedError(
-            f"{where} has no foreign key, and the table no single-column primary key that it could name;"
-            " add one of the two, or leave parent_column out"
-        )
-    named = columns[key[0][0]]
-    if COMPARED.get(parent.type, parent.type) != COMPARED.get(named.type, named.type) and not (
-        parent.text and named.text
-    ):
-        raise PolicyFailedError(
-            f'{where} is {parent.declared}, and the primary key "{named.name}" is {named.declared}; correct it', "42804"
-        )
-    ((indexed,),) = ask(CHILD_INDEX, schema=table.schema, name=table.name, columns=[parent.name])
-    return Reference(parent.name, table, ((parent.name, *key[0]),), True, indexed)
+def create_index(table: TableName, columns: Sequence[str]) -> str:
+    return f"CREATE INDEX CONCURRENTLY ON {table.sql} ({', '.join(map(quoted, columns))})"
 
 
 # ── Statements ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -1378,7 +1781,13 @@ def predicate(table: Table, alias: str = "t", policy: str = "", *, ordered: bool
     """
     row = sql.Identifier(alias)
     old = sql.SQL("{}.{} < " + f"%({policy}bound)s::{table.age_type}").format(row, Name(table.age))
-    conditions = [old if ordered else sql.SQL("({}) IS TRUE").format(old)]
+    age = old if ordered else sql.SQL("({}) IS TRUE").format(old)
+    return sql.SQL("{} AND {}").format(age, allowed(table, alias, policy))
+
+
+def allowed(table: Table, alias: str = "t", policy: str = "") -> sql.Composed:
+    """The row has the values of `only`."""
+    row, conditions = sql.Identifier(alias), [sql.SQL("true").format()]
     for number, (column, kind, _values) in enumerate(table.only):
         cast = "::text" if kind == "text" else ""
         conditions.append(
@@ -1709,6 +2118,35 @@ def survey(tables: Sequence[Table]) -> sql.Composed:
         not_taken=not_taken("t", table.name, number),
         held=held,
     )
+
+
+def census(table: Table, lifetime: Column | None) -> sql.Composed:
+    """What `--check` asks about the rows: four counts and the newest age, then of each value of `only` if it is there.
+
+    One reading of the whole table. Parameters: those of `parameters_of`, `now`, and `late`, after which is the future.
+    """
+    parts: dict[str, sql.Composable] = {
+        "age": sql.SQL("t.{}").format(Name(table.age)),
+        "type": sql.SQL(table.age_type),
+        "allowed": allowed(table),
+        "alive": sql.SQL("false"),
+    }
+    if lifetime:
+        ahead = "{} AND t.{} > " + f"%(now)s::{AGE_TYPES[lifetime.type]}"
+        parts["alive"] = sql.SQL(ahead).format(predicate(table), Name(lifetime.name))
+    used = [
+        sql.SQL("COALESCE(bool_or(t.{}" + f"::{kind} = (%(only{number})s::{kind}[])[{place}]), true)").format(
+            Name(column)
+        )
+        for number, (column, kind, values) in enumerate(table.only)
+        for place in range(1, len(values) + 1)
+    ]
+    counts = sql.SQL("""count(*) FILTER (WHERE {age} IS NULL AND {allowed}),
+       count(*) FILTER (WHERE {age} < '2000-01-01'::{type} AND {allowed}),
+       count(*) FILTER (WHERE {age} > %(late)s::{type} AND isfinite({age}) AND {allowed}),
+       max({age}) FILTER (WHERE isfinite({age}))::text,
+       count(*) FILTER (WHERE {alive})""").format(**parts)
+    return sql.SQL("SELECT {} FROM ONLY {} t").format(sql.SQL(", ").join([counts, *used]), relation(table.name))
 
 
 # ── Reporting ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -2175,14 +2613,14 @@ class Phase:
             elif fruitless >= self.FRUITLESS:
                 tally.left -= tally.missed
                 tally.undeletable += tally.missed
-                raise PolicyFailedError(
-                    f"claimed {tally.missed}, deleted 0: the database reports no error and keeps the rows;"
-                    f" look for a BEFORE DELETE trigger or a rule on {self.table.name}"
-                )
+                raise self.failure("deletes_cancelled", count=tally.missed)
             elif tally.missed:  # another session may have changed the rows just then
                 self.limits.interrupts.sleep(0.2)
             self.finished = False
             self.begin_pass(by_pages=self.by_pages)
+
+    def failure(self, code: str, **names: object) -> RetentionError:
+        return Finding.of(code, self.table.policy.name, table=self.table.name, **names).failure()
 
     def moved(self) -> bool:
         """Whether rows of the policy may stand where this pass has not been.
@@ -2276,10 +2714,7 @@ class Phase:
                 parameters["locked"] = ask(delete=False).locked
             batch = ask()
             if not batch.unchanged:
-                raise PolicyFailedError(
-                    f"triggers or foreign keys on {self.table.name} were changed while the run was on it;"
-                    " the next run judges it anew"
-                )
+                raise self.failure("table_changed")
             self.in_doubt = batch if batch.xid else None
         self.in_doubt = None
         return batch
@@ -2356,7 +2791,7 @@ class Phase:
             try:
                 self.session.close()
                 self.session.connect(urgent=doubtful is not None)
-                require_primary(self.session)
+                raise_errors(judge_server(self.session, self.pause))
                 committed = doubtful is not None and self.went_through(doubtful)
                 self.deleted = deleted
                 return (doubtful, None) if doubtful and committed else None
@@ -2406,6 +2841,97 @@ class Phase:
         # rows found by isolation are known to the tally alone
         held, undeletable = held + self.tally.blocked, self.tally.undeletable
         self.tally = Tally(0, held, undeletable, max(0, found - held - undeletable))
+
+
+# ── The schedule ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# What systemd says of the timer and the service, where it is there. Asks its own programs: they know its calendar.
+
+TIMER = f"{PROGRAM}.timer"
+SERVICE = f"{PROGRAM}.service"
+
+
+class SystemdError(Exception):
+    """systemd does not tell; the text says why."""
+
+
+def systemd(*command: str) -> str:
+    """What one of systemd's programs prints, in its own language and without colours."""
+    environment = {**os.environ, "LC_ALL": "C.UTF-8", "SYSTEMD_COLORS": "0"}
+    try:
+        done = subprocess.run(  # noqa: S603, of our own text and systemd's
+            command, capture_output=True, text=True, env=environment, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SystemdError(one_line(str(error))) from None
+    if done.returncode:
+        raise SystemdError(one_line(done.stderr) or f"{command[0]} failed")
+    return done.stdout
+
+
+def properties(unit: str, *names: str) -> dict[str, list[str]]:
+    """These properties of a unit: each may have several values, or none."""
+    found: dict[str, list[str]] = {name: [] for name in names}
+    for line in systemd("systemctl", "show", unit, f"--property={','.join(names)}").splitlines():
+        name, _, value = line.partition("=")
+        found[name].append(value)
+    return found
+
+
+def time_span(text: str) -> dt.timedelta:
+    """A time span as systemd prints it, such as `1min 30s`; the longest there is for `infinity`."""
+    match = re.search(r"s: (\d+)$", systemd("systemd-analyze", "timespan", text), re.MULTILINE)
+    return min(dt.timedelta(microseconds=int(match[1])), dt.timedelta.max) if match else dt.timedelta.max
+
+
+def elapses(expression: str, count: int) -> list[dt.datetime]:
+    """The next times, in UTC, at which a timer with this OnCalendar= elapses."""
+    text = systemd("systemd-analyze", "calendar", f"--iterations={count}", expression)
+    times = re.findall(r"(?:\(in UTC\)|Next elapse|Iteration #\d+|Iter\. #\d+): \w+ ([-0-9]+ [:0-9]+) UTC$", text, re.M)
+    return [dt.datetime.fromisoformat(time).replace(tzinfo=UTC) for time in times]
+
+
+def judge_schedule(options: RunOptions) -> list[Finding]:
+    """Whether systemd starts runs, inside the night window and as often as is meant, and lets them end."""
+    if not os.path.isdir("/run/systemd/system"):  # as sd_booted(3) has it
+        return []
+    try:
+        return [*judge_timer(options), *judge_service(options)]
+    except SystemdError as error:
+        return [Finding.of("schedule_unknown", unit=TIMER, problem=error)]
+
+
+def judge_timer(options: RunOptions) -> Iterator[Finding]:
+    timer = properties(TIMER, "UnitFileState", "ActiveState", "TimersCalendar", "RandomizedDelayUSec")
+    (active,), (enabled,) = timer["ActiveState"], timer["UnitFileState"] or [""]
+    if active != "active" or not enabled.startswith("enabled"):
+        yield Finding.of("timer_missing", unit=TIMER, state=f"{enabled or 'not installed'}, {active}")
+    delay = time_span(timer["RandomizedDelayUSec"][0])
+    calendars = re.findall(r"OnCalendar=(.*?) ;", "\n".join(timer["TimersCalendar"]))
+    # more than a year of nights: every change of the clocks is among them
+    nights = [elapses(calendar, 400) for calendar in calendars]
+    known = min((starts[-1] for starts in nights if starts), default=None)  # up to here every one of them is known
+    starts = sorted({start for starts in nights for start in starts if known and start <= known})
+    window = options.night_window_utc
+    for start in starts:
+        room = window.remaining(start) if window else dt.timedelta.max
+        if room is None or room <= delay:
+            when = f"{start:%Y-%m-%d %H:%M} UTC" + (f", or up to {format_duration(delay)} later" if delay else "")
+            yield Finding.of("timer_outside_window", unit=TIMER, when=when, window=window)
+            break
+    gap = max((after - before for before, after in itertools.pairwise(starts)), default=options.retention_interval)
+    if abs(gap - options.retention_interval) > options.retention_interval / 8:  # an hour of the clocks, a short month
+        interval = format_duration(options.retention_interval)
+        yield Finding.of("timer_period", unit=TIMER, gap=format_duration(gap), interval=interval)
+
+
+def judge_service(options: RunOptions) -> Iterator[Finding]:
+    service = properties(SERVICE, "LoadState", "TimeoutStartUSec", "NotifyAccess")
+    if service["LoadState"] != ["loaded"] or service["NotifyAccess"] != ["none"]:
+        return
+    timeout = time_span(service["TimeoutStartUSec"][0])
+    if timeout < options.max_run_duration:
+        budget = format_duration(options.max_run_duration)
+        yield Finding.of("start_timeout", unit=SERVICE, timeout=format_duration(timeout), budget=budget)
 
 
 # ── The run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -2486,20 +3012,23 @@ def brake(last: LastRun | None, policy: Policy, now: dt.datetime, file: str) -> 
         elapsed = min(elapsed, dt.timedelta(seconds=max(0.0, uptime() - last.uptime)))
     cutoff = policy.cutoff(now)
     if cutoff - last.cutoff > elapsed + BRAKE_SLACK:
-        raise PolicyFailedError(
-            f"the cutoff moved forward from {format_time(last.cutoff)} to {format_time(cutoff)}, by"
-            f" {format_duration(round_down(cutoff - last.cutoff))}, while {format_duration(round_down(elapsed))} passed"
-            f" since the last run; nothing is deleted. Check policy.{policy.name} and the clocks; if it is meant, run"
-            f" {PROGRAM} --config {file} --once --policy {policy.name}"
-        )
+        raise Finding.of(
+            "cutoff_jumped",
+            policy.name,
+            before=format_time(last.cutoff),
+            after=format_time(cutoff),
+            moved=format_duration(round_down(cutoff - last.cutoff)),
+            elapsed=format_duration(round_down(elapsed)),
+            command=f"{PROGRAM} --config {file} --once --policy {policy.name}",
+        ).failure()
 
 
 def round_down(duration: dt.timedelta) -> dt.timedelta:
     return max(ZERO, duration // UNITS["s"] * UNITS["s"])
 
 
-def read_clock(session: Session, allowed: dt.timedelta) -> dt.datetime:
-    """The database's time, once a run; RunFailedError if this machine's differs by more than `allowed`."""
+def read_clock(session: Session, allowed: dt.timedelta) -> tuple[dt.datetime, list[Finding]]:
+    """The database's time, once a run, and that this machine's differs by more than `allowed` if it does."""
     query = """SELECT to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US')"""
     with session.transaction(snapshot=True) as connection:
         before = dt.datetime.now(UTC)
@@ -2508,32 +3037,44 @@ def read_clock(session: Session, allowed: dt.timedelta) -> dt.datetime:
     assert row is not None
     now = dt.datetime.fromisoformat(row[0]).replace(tzinfo=UTC)
     skew = max(before - now, now - after, ZERO)
-    if skew > allowed:
-        raise RunFailedError(
-            f"clock skew: the database says {format_time(now)}, this machine {format_time(after)}, more than"
-            f" database.max_clock_skew ({format_duration(allowed)}) apart; nothing is deleted. Set the clocks right"
-        )
-    return now
+    if skew <= allowed:
+        return now, []
+    clocks = {"database": format_time(now), "machine": format_time(after), "allowed": format_duration(allowed)}
+    return now, [Finding.of("clock_skew", **clocks)]
 
 
-def require_primary(session: Session) -> None:
-    """UnavailableError unless this server can be written to."""
+def judge_server(session: Session, pause: dt.timedelta | None) -> list[Finding]:
+    """Whether this server can be written to, and whether the role's settings let a run do its work."""
     assert session.connection is not None
     if session.connection.info.server_version < 140000:  # without TID range scans
-        raise UnavailableError("the server is older than PostgreSQL 14, which this program needs")
-    query = "SELECT pg_is_in_recovery(), current_setting('default_transaction_read_only')::boolean"
-    with session.transaction(snapshot=True) as connection:
-        row = connection.execute(query).fetchone()
+        return [Finding.of("server_too_old")]
+    query = """SELECT pg_is_in_recovery(),
+       (SELECT source FROM pg_settings WHERE name = 'default_transaction_read_only' AND setting = 'on'),
+       NULLIF(current_setting('session_replication_role'), 'origin'),
+       (SELECT setting::bigint FROM pg_settings WHERE name = 'idle_session_timeout'), current_user::text"""
+    with session.transaction(snapshot=True) as transaction:
+        row = transaction.execute(query).fetchone()
     assert row is not None
-    if row[0]:
-        raise UnavailableError(
-            "the server is not the primary: it is a standby, in recovery; point database.conninfo at the primary"
-        )
-    if row[1]:
-        raise UnavailableError(
-            "the server is read-only (default_transaction_read_only is on), as an administrator or a full disk"
-            " leaves it; make it writable again"
-        )
+    in_recovery, read_only, replication_role, idle_timeout, role = row
+    found = []
+    if in_recovery:
+        found.append(Finding.of("not_primary"))
+    if read_only:
+        found.append(Finding.of("read_only", source=read_only))
+    if replication_role:
+        found.append(Finding.of("keys_off", role=quoted(role), value=replication_role))
+    timeout = dt.timedelta(milliseconds=idle_timeout)
+    if pause and ZERO < timeout <= pause:
+        names = {"timeout": format_duration(timeout), "pause": format_duration(pause), "role": quoted(role)}
+        found.append(Finding.of("idle_timeout", **names))
+    return found
+
+
+def raise_errors(findings: Sequence[Finding]) -> None:
+    """The first error among them, as that which it is in a run."""
+    for finding in findings:
+        if finding.severity is ERROR:
+            raise finding.failure()
 
 
 @dataclass(frozen=True, slots=True)
@@ -2566,8 +3107,9 @@ def run(job: Job) -> Result:
     result = Result(job.log.job_run_id, Exit.OK)
     try:
         connect(job)
-        require_primary(job.session)
-        result.now = read_clock(job.session, job.config.database.max_clock_skew)
+        raise_errors(judge_server(job.session, job.config.run.pause))
+        result.now, skewed = read_clock(job.session, job.config.database.max_clock_skew)
+        raise_errors(skewed)
         tables = [inspect_safely(job, policy) for policy in job.policies]
     except StoppedError:
         result.outcomes = [Outcome(policy, stop_reason="signal") for policy in job.policies]
@@ -2592,9 +3134,9 @@ def run_failed(result: Result, error: RetentionError | psycopg.Error) -> None:
     result.errors = [("database", message)]
 
 
-def run_phases(job: Job, tables: Sequence[Table | PolicyFailedError], now: dt.datetime, result: Result) -> None:
+def run_phases(job: Job, tables: Sequence[Table | RetentionError], now: dt.datetime, result: Result) -> None:
     """The phases in order. What one leaves of its share of the budget, the next ones have."""
-    reached = {name for table in tables if isinstance(table, Table) for name in table.cascades}
+    reached = {str(name) for table in tables if isinstance(table, Table) for name in table.cascades}
     cutoffs = {f"CUTOFF_{policy.name.upper()}": format_time(policy.cutoff(now)) for policy in job.policies}
     job.log.emit(JOB_STARTED, "job started", **cutoffs, CASCADES=", ".join(sorted(reached)) or None)
     state = State(job.config.metrics.state, job.log)
@@ -2608,13 +3150,14 @@ def run_phases(job: Job, tables: Sequence[Table | PolicyFailedError], now: dt.da
         result.outcomes.append(outcome)
 
 
-def inspect_safely(job: Job, policy: Policy) -> Table | PolicyFailedError:
+def inspect_safely(job: Job, policy: Policy) -> Table | RetentionError:
     """The policy's table, or the reason why it cannot be purged, to be told when its turn comes."""
     for attempt in (1, 2):
         try:
             if attempt == 2:
                 connect_again(job)
-            return inspect(job.session, policy)
+            inspection = inspect(job.session, policy, job.config.policies)
+            return inspection.table or inspection.failure()
         except PolicyFailedError as error:
             return error
         except psycopg.Error as error:
@@ -2623,10 +3166,21 @@ def inspect_safely(job: Job, policy: Policy) -> Table | PolicyFailedError:
     raise AssertionError
 
 
+def judge_anew(job: Job, policy: Policy, error: RetentionError) -> RetentionError:
+    """In place of the server's word on a table that was changed in mid-run, what is wrong with it now."""
+    if job.session.connection is None or (error.sqlstate or "")[:2] not in ("42", "55"):
+        return error
+    try:
+        judged = inspect_safely(job, policy)
+    except StoppedError:
+        return error
+    return judged if isinstance(judged, RetentionError) else error
+
+
 def run_phase(
     job: Job,
     policy: Policy,
-    table: Table | PolicyFailedError | RunFailedError,
+    table: Table | RetentionError,
     now: dt.datetime,
     limits: Limits,
     state: State,
@@ -2657,7 +3211,7 @@ def run_phase(
     except StoppedError:
         outcome.stop_reason = "signal"
     except (PolicyFailedError, RunFailedError) as error:
-        outcome.error = error
+        outcome.error = judge_anew(job, policy, error) if phase else error
     except psycopg.Error as error:
         outcome.error = policy_failure(error)
     if phase:
@@ -2734,7 +3288,8 @@ def dry_run(job: Job) -> Result:
     result = Result(job.log.job_run_id, Exit.OK)
     try:
         connect(job)
-        result.now = read_clock(job.session, job.config.database.max_clock_skew)
+        result.now, skewed = read_clock(job.session, job.config.database.max_clock_skew)
+        raise_errors(skewed)
         foresee_all(job, result.now, result)
     except StoppedError:
         result.outcomes = [Outcome(policy, deleted=None, stop_reason="signal") for policy in job.policies]
@@ -2750,7 +3305,7 @@ def foresee_all(job: Job, now: dt.datetime, result: Result) -> None:
         result.outcomes.append(outcome)
         table = inspect_safely(job, policy)
         try:
-            if isinstance(table, PolicyFailedError):
+            if not isinstance(table, Table):
                 raise table
             foresee(job, [*inspected, table], now, outcome)
             inspected.append(table)
@@ -2772,6 +3327,206 @@ def foresee(job: Job, tables: Sequence[Table], now: dt.datetime, outcome: Outcom
     assert row is not None
     found, held = row
     outcome.deleted, outcome.backlog, outcome.blocked = found - held, held, held
+
+
+def check(job: Job) -> list[Finding]:
+    """All there is to say of the configuration on this database and of its schedule; changes nothing."""
+    config, session = job.config, job.session
+    connect(job)
+    findings = judge_server(session, config.run.pause)
+    now, skewed = read_clock(session, config.database.max_clock_skew)
+    findings += skewed
+    for policy in job.policies:
+        inspection = inspect(session, policy, config.policies)
+        findings += inspection.findings
+        if inspection.table:
+            findings += examine(job, inspection.table, inspection.lifetime, now)
+    return [*findings, *judge_schedule(config.run)]
+
+
+def examine(job: Job, table: Table, lifetime: Column | None, now: dt.datetime) -> list[Finding]:
+    """What the rows themselves give to think about; reads the whole table once."""
+    policy, found = table.policy, []
+
+    def report(code: str, **names: object) -> None:
+        found.append(Finding.of(code, policy.name, table=table.name, **names))
+
+    def at(moment: dt.datetime) -> str:
+        return moment.astimezone(UTC).replace(tzinfo=None).isoformat()
+
+    parameters = {
+        **parameters_of(table, table.bound(now)),
+        "now": at(now),
+        "late": at(now + job.config.database.max_clock_skew),
+    }
+    with job.session.transaction(SURVEYING, snapshot=True, timeout=job.config.run.max_run_duration) as transaction:
+        row = transaction.execute(census(table, lifetime), parameters).fetchone()
+    assert row is not None
+    missing, implausible, future, newest, alive, *used = row
+    if missing:
+        report("age_missing", count=f"{missing:,}", column=table.age)
+    if implausible:
+        report("age_implausible", count=f"{implausible:,}", column=table.age)
+    if future and policy.age_column:
+        report("age_in_future", count=f"{future:,}", column=table.age, newest=newest)
+    if alive and lifetime:
+        report("within_lifetime", count=f"{alive:,}", column=lifetime.name)
+    values = [(column, value) for column, _kind, values in table.only for value in values]
+    for (column, value), is_used in zip(values, used, strict=True):
+        if not is_used:
+            report("value_unused", column=column, value=repr(value))
+    return found
+
+
+# ── Setting up ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# What a DBA runs once. Queries that write it, so that keys and indexes are those that the catalog has when they are
+# executed: by us, over a connection, or by psql. Each has the comment above what it writes, and is asked once, or for
+# each table, or for each age column of one.
+
+SETUP = (
+    (
+        "table",
+        "A table that does not exist, which this asks for, ends in an error.",
+        "SELECT format('SELECT %L::regclass', format('%I.%I', {schema}, {name})) WHERE {table} IS NULL",
+    ),
+    (
+        "once",
+        "The role of the job. Over the local socket it is the system user of that name, and needs no password.",
+        "SELECT format('CREATE ROLE %I LOGIN', {role}) WHERE NOT EXISTS (SELECT FROM pg_roles WHERE rolname = {role})",
+    ),
+    (
+        "once",
+        "It connects to this database.",
+        "SELECT format('GRANT CONNECT ON DATABASE %I TO %I', current_database(), {role})",
+    ),
+    (
+        "table",
+        "It finds the tables, and those that refer to them.",
+        """WITH t AS (SELECT {table} AS oid)
+SELECT DISTINCT format('GRANT USAGE ON SCHEMA %s TO %I', c.relnamespace::regnamespace, {role})
+FROM t JOIN pg_class c ON c.oid = t.oid OR EXISTS (
+    SELECT FROM pg_constraint k
+    WHERE k.contype = 'f' AND k.conrelid = c.oid AND k.confrelid = t.oid AND k.confdeltype IN ('a', 'r'))""",
+    ),
+    (
+        "table",
+        "It reads the columns that say which rows are to go, and deletes rows. It never changes one: PostgreSQL\n"
+        "asks for UPDATE on some column before it lets anybody lock a row. That is a real power all the same: the\n"
+        "role could overwrite that one column, the key, and no other.",
+        """WITH t AS (SELECT {table} AS oid), key AS (
+    SELECT a.attname AS name FROM t JOIN pg_index i ON i.indrelid = t.oid AND i.indisprimary
+        JOIN pg_attribute a ON a.attrelid = t.oid AND a.attnum = i.indkey[0]
+), needed AS (
+    SELECT unnest(ARRAY[{columns}])::name AS name
+    UNION
+    SELECT a.attname FROM t JOIN pg_constraint k ON k.contype = 'f' AND k.confrelid = t.oid
+        JOIN pg_attribute a ON a.attrelid = t.oid
+            AND (a.attnum = ANY (k.confkey) OR k.conrelid = t.oid AND a.attnum = ANY (k.conkey))
+    WHERE k.conrelid = t.oid OR k.confdeltype IN ('a', 'r')
+    UNION
+    SELECT name FROM key WHERE {parent} IS NOT NULL
+)
+SELECT format('GRANT SELECT (%s), UPDATE (%I), DELETE ON %s TO %I',
+    (SELECT string_agg(quote_ident(name), ', ' ORDER BY name <> 'ctid', name) FROM needed),
+    COALESCE((SELECT name FROM key), {age}), t.oid::regclass, {role})
+FROM t""",
+    ),
+    (
+        "table",
+        "It sees which rows of other tables keep ours.",
+        """SELECT format('GRANT SELECT (%s) ON %s TO %I', string_agg(DISTINCT quote_ident(a.attname), ', '),
+    k.conrelid::regclass, {role})
+FROM pg_constraint k JOIN pg_attribute a ON a.attrelid = k.conrelid AND a.attnum = ANY (k.conkey)
+WHERE k.contype = 'f' AND k.confrelid = {table} AND k.conrelid <> k.confrelid AND k.conparentid = 0
+    AND k.confdeltype IN ('a', 'r')
+GROUP BY k.conrelid""",
+    ),
+    (
+        "table",
+        "Without these indexes PostgreSQL reads the whole referring table for each row that goes. (They are not made\n"
+        "inside a transaction.)",
+        """SELECT DISTINCT format('CREATE INDEX %sON %s (%s)', CASE c.relkind WHEN 'p' THEN '' ELSE 'CONCURRENTLY ' END,
+    c.oid::regclass, (SELECT string_agg(quote_ident(a.attname), ', ' ORDER BY u.position)
+                      FROM unnest(r.columns) WITH ORDINALITY AS u (attnum, position)
+                          JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum = u.attnum))
+FROM (
+    SELECT k.conrelid, k.conkey FROM pg_constraint k
+    WHERE k.contype = 'f' AND k.confrelid = {table} AND k.conparentid = 0
+    UNION
+    SELECT a.attrelid, ARRAY[a.attnum] FROM pg_attribute a WHERE a.attrelid = {table} AND a.attname = {parent}
+) r (oid, columns) JOIN pg_class c ON c.oid = r.oid
+WHERE NOT {child_index}""",
+    ),
+    (
+        "age",
+        "With these indexes the job reads what has to go, instead of the whole table.",
+        """SELECT format('CREATE INDEX CONCURRENTLY ON %s (%I)', a.attrelid::regclass, a.attname)
+FROM pg_attribute a
+WHERE a.attrelid = {table} AND a.attname = {age} AND {parent} IS NULL  -- chains go as quickly page by page
+    AND NOT {age_index}""",
+    ),
+)
+# A table is found by its names in the catalog, for which no privilege is needed.
+FOUND_TABLE = """(SELECT c.oid FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+    WHERE n.nspname = {schema} AND c.relname = {name})"""
+
+
+def setup(policies: Sequence[Policy], role: str) -> Iterator[tuple[str, list[sql.Composed]]]:
+    """The comments of SETUP, each with its queries for these policies."""
+    tables: dict[TableName, list[Policy]] = {}
+    for policy in policies:
+        tables.setdefault(policy.table, []).append(policy)
+    for scope, comment, query in SETUP:
+        queries = []
+        for name, of_table in tables.items():
+            parents = [policy.parent_column for policy in of_table if policy.parent_column]
+            columns = [column for policy in of_table for column in (policy.column, *(policy.only or {}))]
+            ages = dict.fromkeys(policy.column for policy in of_table)
+            for age in list(ages)[: None if scope == "age" else 1]:
+                catalog = {"schema": sql.Literal(name.schema), "name": sql.Literal(name.name)}
+                parts: dict[str, sql.Composable] = {
+                    **catalog,
+                    "role": sql.Literal(role),
+                    "table": sql.SQL(FOUND_TABLE).format(**catalog),
+                    "columns": sql.SQL(", ").join(map(sql.Literal, dict.fromkeys(["ctid", *columns, *parents]))),
+                    "parent": sql.Literal(parents[0] if parents else None),
+                    "age": sql.Literal(age),
+                    "child_index": sql.SQL(CHILD_INDEX.format(relation="c.oid", column="attnum = ANY (r.columns)")),
+                    "age_index": sql.SQL(AGE_INDEX.format(relation="a.attrelid", attnum="a.attnum")),
+                }
+                queries.append(sql.SQL(query).format(**parts))
+        yield comment, queries[:1] if scope == "once" else queries
+
+
+def print_sql(arguments: argparse.Namespace) -> Exit:
+    """What a DBA runs once for the enabled policies: from the catalog, or without a connection as queries for psql."""
+    password, config = prepare(arguments)
+    policies = [policy for policy in config.policies if policy.enabled]
+    role = str(psycopg.conninfo.conninfo_to_dict(config.database.conninfo).get("user") or USER)
+    lines = []
+    with Interrupts(final=arguments.final) as interrupts:
+        session = Session(config.database, password, interrupts)
+        try:
+            session.connect()
+        except UnavailableError as error:
+            lines.append(f"-- Written without a connection: {error.message}")
+            lines.append("-- So run it with psql, which executes what each query returns: psql -d DATABASE -f FILE")
+        try:
+            for comment, queries in setup(policies, role):
+                if session.connection is None:
+                    statements = [f"{query.as_string(None)}\n\\gexec" for query in queries]
+                else:
+                    with session.transaction(snapshot=True) as transaction:
+                        rows = [row for query in queries for row in transaction.execute(query)]
+                    statements = [f"{row[0]};" for row in dict.fromkeys(rows)]
+                if statements:
+                    lines += ["", *(f"-- {line}" for line in comment.splitlines()), *statements]
+        except psycopg.Error as error:
+            raise policy_failure(error) from None
+        finally:
+            session.close()
+    write_result("\n".join(["-- To be run once, by a superuser, in the database of the tables.", *lines]))
+    return Exit.OK
 
 
 # ── The commands ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -2821,15 +3576,20 @@ def choose_policies(config: Configuration, wanted: Sequence[str]) -> tuple[Polic
     return tuple(policy for policy in enabled.values() if not wanted or policy.name in wanted)
 
 
+def prepare(arguments: argparse.Namespace) -> tuple[str | None, Configuration]:
+    """The password that a credential gives, if any, and the configuration, read as the user that goes on."""
+    password = read_credential()
+    give_up_root()
+    return password, read_configuration(arguments.config)
+
+
 def run_command(arguments: argparse.Namespace) -> Exit:
     """A scheduled run, --once or --dry-run."""
     started = time.monotonic()
     log = Log(str(uuid.uuid4()), sys.stderr if arguments.json else sys.stdout, arguments.verbose)
     scheduled = arguments.verb == "scheduled"
     try:
-        password = read_credential()
-        give_up_root()
-        config = read_configuration(arguments.config)
+        password, config = prepare(arguments)
         policies = choose_policies(config, arguments.policy)
     except ConfigurationError as error:
         for _, text in error.problems:
@@ -2864,6 +3624,53 @@ def run_command(arguments: argparse.Namespace) -> Exit:
     return result.exit_status
 
 
+def check_command(arguments: argparse.Namespace) -> Exit:
+    """--check: what was found, with the remedies."""
+    status = Exit.FAILED
+    try:
+        password, config = prepare(arguments)
+        policies = choose_policies(config, arguments.policy)
+        with Interrupts(final=arguments.final) as interrupts:
+            session = Session(config.database, password, interrupts)
+            log = Log("", sys.stderr, arguments.verbose)
+            job = Job(config, policies, log, interrupts, session, False, time.monotonic(), math.inf)
+            try:
+                findings = check(job)
+            finally:
+                session.close()
+    except ConfigurationError as error:
+        status = Exit.CONFIG
+        findings = [Finding.of("configuration", problem=text) for _, text in error.problems]
+    except UnavailableError as error:
+        status = Exit.UNAVAILABLE
+        findings = [Finding.of("unreachable", None, error.sqlstate, problem=error.message)]
+    except psycopg.Error as error:
+        raise policy_failure(error) from None
+    except StoppedError:
+        raise RetentionError("interrupted before the check was done") from None
+    errors = [finding for finding in findings if finding.severity is ERROR]
+    if any(RULES[finding.code].failure is UnavailableError for finding in errors):
+        status = Exit.UNAVAILABLE
+    if arguments.json:
+        write_result(json.dumps({"findings": [finding.json() for finding in findings]}, indent=2))
+    else:
+        write_result(report_findings(findings))
+    return status if errors else Exit.OK
+
+
+def report_findings(findings: Sequence[Finding]) -> str:
+    """The findings for people, errors first."""
+    lines = []
+    for severity in Severity:
+        for finding in findings:
+            if finding.severity is severity:
+                where = f"policy {finding.policy}: " if finding.policy else ""
+                lines += [f"{severity}: {where}{finding.message} [{finding.code}]", f"    remedy: {finding.remedy}"]
+    counts = [sum(finding.severity is severity for finding in findings) for severity in Severity]
+    lines.append("{} errors, {} warnings, {} notes".format(*counts))
+    return "\n".join(lines)
+
+
 def write_result(text: str) -> None:
     """Print what was asked for; unlike a line of the log it must not be lost unnoticed."""
     try:
@@ -2887,13 +3694,8 @@ def foresight(result: Result) -> str:
 
 
 def print_configuration(arguments: argparse.Namespace) -> Exit:
-    try:
-        give_up_root()
-        write_result(show_configuration(read_configuration(arguments.config)).rstrip())
-    except ConfigurationError as error:
-        for _, text in error.problems:
-            print(f"{PROGRAM}: {text}", file=sys.stderr)
-        return Exit.CONFIG
+    _, config = prepare(arguments)
+    write_result(show_configuration(config).rstrip())
     return Exit.OK
 
 
@@ -2903,6 +3705,8 @@ VERBS: dict[str, Callable[[argparse.Namespace], Exit]] = {
     "scheduled": run_command,
     "once": run_command,
     "dry-run": run_command,
+    "check": check_command,
+    "print-sql": print_sql,
     "print-config": print_configuration,
 }
 DESCRIPTION = """\
@@ -2912,7 +3716,8 @@ EPILOG = """\
 exit status:
   0   the run ended well: drained, nothing to do, only blocked or locked rows left,
       budget spent, stopped by a signal, or outside the night window
-  1   a policy failed (the others still ran; what was committed stays), or the clocks disagree
+  1   a policy failed (the others still ran; what was committed stays), the clocks disagree,
+      or --check has an error
   2   usage
   69  the database could not be reached, or is not one that can be written to
   78  the configuration is wrong"""
@@ -2930,6 +3735,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for verb, text in {
         "once": "one run now, night window or not",
         "dry-run": "what a run would delete now; deletes nothing",
+        "check": "is this configuration safe and fast on this database? each finding with its remedy; changes nothing",
+        "print-sql": "the SQL a DBA must run once: role, grants and missing indexes",
         "print-config": "the effective configuration as TOML, secrets masked",
     }.items():
         verbs.add_argument(f"--{verb}", dest="verb", action="store_const", const=verb, help=text)
@@ -2946,12 +3753,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME",
         action="append",
         default=[],
-        help="only this policy; repeatable; with a run or --dry-run",
+        help="only this policy; repeatable; with a run, --dry-run or --check",
     )
     parser.add_argument(
         "--json",
         action="store_true",
-        help="the result of --once or --dry-run as JSON on stdout; the log goes to stderr",
+        help="the result of --once, --dry-run or --check as JSON on stdout; the log goes to stderr",
     )
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="also log each step of isolating a row that cannot go"
@@ -2959,10 +3766,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
     parser.set_defaults(verb="scheduled")
     arguments = parser.parse_args(argv, argparse.Namespace(final=argv is None))
-    if arguments.json and arguments.verb not in ("once", "dry-run"):
-        parser.error("--json goes with --once or --dry-run")
-    if arguments.policy and arguments.verb == "print-config":
-        parser.error("--policy goes with a run or --dry-run")
+    if arguments.json and arguments.verb not in ("once", "dry-run", "check"):
+        parser.error("--json goes with --once, --dry-run or --check")
+    if arguments.policy and arguments.verb in ("print-sql", "print-config"):
+        parser.error("--policy goes with a run, --dry-run or --check")
     return arguments
 
 
@@ -2974,6 +3781,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return VERBS[arguments.verb](arguments)
     except SystemExit as done:  # argparse
         return int(done.code or 0)
+    except ConfigurationError as error:
+        for _, text in error.problems:
+            print(f"{PROGRAM}: {text}", file=sys.stderr)
+        return Exit.CONFIG
     except RetentionError as error:
         print(f"{PROGRAM}: {error.message}", file=sys.stderr)
         return Exit.USAGE if isinstance(error, UsageError) else Exit.FAILED
