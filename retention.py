@@ -70,18 +70,6 @@ class Exit(enum.IntEnum):
     CONFIG = 78
 
 
-class RetentionError(Exception):
-    """The base of what this program raises on purpose; the text is safe to log."""
-
-    def __init__(self, message: str, sqlstate: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.sqlstate = sqlstate
-
-    def json(self) -> dict[str, str | None]:
-        return {"sqlstate": self.sqlstate, "message": self.message}
-
-
 CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(32), 127, *range(128, 160), 0x2028, 0x2029)}
 CONTROL_CHARACTERS |= {ord("\n"): "\\n", ord("\t"): "\\t", ord("\r"): "\\r"}
 
@@ -89,6 +77,18 @@ CONTROL_CHARACTERS |= {ord("\n"): "\\n", ord("\t"): "\\t", ord("\r"): "\\r"}
 def printable(text: str) -> str:
     """The text on one line, without anything that a terminal would obey."""
     return text.translate(CONTROL_CHARACTERS)
+
+
+class RetentionError(Exception):
+    """The base of what this program raises on purpose; the text is safe to log."""
+
+    def __init__(self, message: str, sqlstate: str | None = None) -> None:
+        self.message = printable(message)
+        self.sqlstate = sqlstate
+        super().__init__(self.message)
+
+    def json(self) -> dict[str, str | None]:
+        return {"sqlstate": self.sqlstate, "message": self.message}
 
 
 class ConfigurationError(RetentionError):

@@ -15,7 +15,7 @@ OLD = "now() - interval '1 year'"
 @pytest.fixture
 def granted(systems: Database) -> Iterator[Database]:
     """The three systems, with old rows and the README's role, which has the README's grants."""
-    systems.execute(ROLE)
+    systems.execute(ROLE.replace("DATABASE auth", f"DATABASE {systems.name}"))
     systems.user = "session-retention"
     systems.execute(f"""
         INSERT INTO identity.sign_in_confirmation_requests (phone_number, created_at) VALUES ('+79001234567', {OLD});

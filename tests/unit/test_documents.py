@@ -115,6 +115,17 @@ def test_the_readme_describes_each_event() -> None:
     assert first_cells("`EVENT`") == EVENTS
 
 
+def test_the_readme_says_what_is_wrong_in_the_words_of_the_program() -> None:
+    """ "When something is wrong" has each finding, as --check and a run tell it, with its places in capitals."""
+    rows = []
+    for code, rule in retention.RULES.items():
+        message, remedy = (re.sub(r"\{(\w+)\}", lambda m: m[1].upper(), text) for text in (rule.sentence, rule.remedy))
+        rows.append(f"| `{code}` | {rule.severity} | {message} | {remedy} |")
+    assert README.split("\n| code | severity | message | remedy |\n|---|---|---|---|\n")[1].split("\n\n")[
+        0
+    ] == "\n".join(rows)
+
+
 @pytest.mark.parametrize("path", ["packaging/demo", "packaging/apt-install", "tests/run", ".ci/run"])
 def test_a_command_can_be_executed(path: str) -> None:
     """What the README and CI call by its path can be called so."""
