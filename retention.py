@@ -856,8 +856,9 @@ class Session:
         signal has cancelled its statement, or when a signal came and the server does not answer. Where the server does
         not answer, the connection is closed.
         """
-        assert self.connection is not None
         connection = self.connection
+        if connection is None:
+            raise psycopg.OperationalError("not connected")
         limit = min((timeout or self.options.statement_timeout) // UNITS["ms"], LARGEST)
         transaction = Transaction(connection, self.interrupts, limit / 1000 + self.SLACK)
         self.interrupts.statement = connection
@@ -1179,6 +1180,11 @@ RULES = {
         "see that the service writes UTC",
     ),
     # of its rows
+    "rows_unknown": Rule(
+        WARNING,
+        "the rows of {table} could not be looked at: {problem}",
+        "if it is a time-out, raise run.max_run_duration",
+    ),
     "age_missing": Rule(
         WARNING,
         'in {count} rows of {table} "{column}" is NULL, so that this policy never reaches them',
@@ -3340,7 +3346,11 @@ def check(job: Job) -> list[Finding]:
         inspection = inspect(session, policy, config.policies)
         findings += inspection.findings
         if inspection.table:
-            findings += examine(job, inspection.table, inspection.lifetime, now)
+            try:
+                findings += examine(job, inspection.table, inspection.lifetime, now)
+            except psycopg.Error as error:
+                names = {"table": policy.table, "problem": describe(error)}
+                findings.append(Finding.of("rows_unknown", policy.name, error.sqlstate, **names))
     return [*findings, *judge_schedule(config.run)]
 
 
@@ -3641,11 +3651,10 @@ def check_command(arguments: argparse.Namespace) -> Exit:
     except ConfigurationError as error:
         status = Exit.CONFIG
         findings = [Finding.of("configuration", problem=text) for _, text in error.problems]
-    except UnavailableError as error:
+    except (UnavailableError, psycopg.Error) as error:
         status = Exit.UNAVAILABLE
-        findings = [Finding.of("unreachable", None, error.sqlstate, problem=error.message)]
-    except psycopg.Error as error:
-        raise policy_failure(error) from None
+        problem = describe(error) if isinstance(error, psycopg.Error) else error.message
+        findings = [Finding.of("unreachable", None, error.sqlstate, problem=problem)]
     except StoppedError:
         raise RetentionError("interrupted before the check was done") from None
     errors = [finding for finding in findings if finding.severity is ERROR]

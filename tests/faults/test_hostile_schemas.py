@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pathlib
+from typing import Any
 
 import pytest
-from lab import Database, Program, configuration, until
+from lab import Database, Program, configuration, log, until
+from psycopg.conninfo import make_conninfo
+from statements import log_statements, skeleton, statements
 
 SESSIONS = {"sessions": {"table": "sessions", "age_column": "updated_at", "retention": "90d"}}
 OLD, YOUNG = "now() - interval '100 days'", "now() - interval '1 day'"
@@ -193,3 +196,173 @@ def test_a_consent_is_remembered_whatever_the_clock_was(
     )
     config = configuration(systems.conninfo, policies)
     assert [program(config, *verb).returncode for verb in ([], ["--once"], [])] == [1, 0, 0]
+
+
+HARMLESS = [f"n{number}" for number in range(12)]
+HOSTILE = [
+    'x"; DROP TABLE canary; --',
+    "'); DELETE FROM canary; --",
+    "\\'; TRUNCATE canary; --",
+    "$$; DROP TABLE canary; $$",
+    "*/ DROP TABLE canary; /*",
+    "%(bound)s%s%%(%b",
+    "{table}{0}{{}}",
+    "a\nDROP TABLE canary;\r\n\t--",
+    "\x1b[2J\x07\x85\u2028",
+    'U&"\\0022; DROP TABLE canary"',
+    '""""""',
+    "e'\\''; DROP TABLE canary; --",
+]
+
+
+def name_everything(database: Database, names: list[str]) -> dict[str, dict[str, Any]]:
+    """For each name a schema in which everything is called so, with 3 rows to go and 2 that stay; their policies."""
+    policies = {}
+    for number, given in enumerate(names):
+
+        def quote(name: str) -> str:
+            return '"' + name.replace('"', '""') + '"'
+
+        def literal(text: str) -> str:
+            return " E'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+        schema, age, status, parent, label = (f"{given}{suffix}" for suffix in "satpl")
+        table = f"{quote(schema)}.{quote(given)}"
+        database.execute(f"""
+            CREATE SCHEMA {quote(schema)};
+            CREATE TYPE {table} AS ENUM ('live', {literal(label)});
+            CREATE TABLE {quote(schema)}.{quote(given + "1")} (id int PRIMARY KEY, {quote(age)} timestamptz,
+                {quote(status)} {table}, {quote(parent)} int CONSTRAINT {quote(given)}
+                REFERENCES {quote(schema)}.{quote(given + "1")});
+            CREATE INDEX {quote(given + "2")} ON {quote(schema)}.{quote(given + "1")} ({quote(parent)});
+            CREATE TABLE {quote(schema)}.{quote(given + "3")} ({quote(parent)} int CONSTRAINT {quote(given + "h")}
+                REFERENCES {quote(schema)}.{quote(given + "1")});
+            INSERT INTO {quote(schema)}.{quote(given + "1")} VALUES (1, {OLD}, {literal(label)}, NULL),
+                (2, {OLD}, {literal(label)}, 1), (3, {OLD}, {literal(label)}, NULL), (4, {OLD}, 'live', NULL),
+                (5, {OLD}, {literal(label)}, NULL);
+            INSERT INTO {quote(schema)}.{quote(given + "3")} VALUES (5);
+            GRANT USAGE ON SCHEMA {quote(schema)} TO retention;
+            GRANT ALL ON ALL TABLES IN SCHEMA {quote(schema)} TO retention
+        """)
+        policies[f"p{number}"] = {
+            "table": f"{quote(schema)}.{quote(given + '1')}",
+            "age_column": age,
+            "retention": "30d",
+            "only": {status: [label]},
+            "parent_column": parent,
+        }
+    return policies
+
+
+def test_no_sql_but_ours_is_run_whatever_things_are_called(database: Database, program: Program) -> None:
+    """Names and values that would end a statement and begin another: the statements are those of harmless names."""
+    database.execute("CREATE TABLE canary AS SELECT 1; GRANT ALL ON canary TO retention")
+    run: dict[str, Any] = {}
+    for kind, names in {"harmless": HARMLESS, "hostile": HOSTILE}.items():
+        policies = name_everything(database, names)
+        config = configuration(database.conninfo, policies)
+        offset = log_statements(database)
+        dry = program.inside(config, "--dry-run", "--json")
+        result = program.inside(None, "--once", "--json")
+        run[kind] = [skeleton(statement) for statement in statements(database, offset)]
+        assert [policy["would_delete"] for policy in dry.policies.values()] == [3] * len(names), dry.output
+        assert [policy["deleted"] for policy in result.policies.values()] == [3] * len(names), result.output
+        ended = [line for line in log(result.stderr) if line.event == "phase_completed"]
+        assert [line.fields["blockedBy"] for line in ended] == [f"{name}h" for name in names]
+    assert len(run["harmless"]) > 12 * len(HARMLESS)
+    assert run["hostile"] == run["harmless"]
+    assert not any("canary" in statement for statement in run["hostile"])
+    assert database.count("canary") == 1
+
+
+@pytest.mark.parametrize("place", ["table", "schema", "age_column", "only", "parent_column"])
+def test_what_is_not_there_is_named_on_one_line(place: str, systems: Database, program: Program) -> None:
+    """A hostile name of nothing: that policy fails, its line is one line, and a terminal is not obeyed."""
+    systems.execute("CREATE TABLE canary AS SELECT 1; GRANT ALL ON canary TO retention")
+    systems.execute(f"INSERT INTO refresh_tokens (expires_at) VALUES ({OLD})")
+    good: dict[str, Any] = {"table": "refresh_tokens", "age_column": "expires_at", "retention": "30d"}
+    policies = {}
+    for number, name in enumerate(HOSTILE):
+        quoted = '"' + name.replace('"', '""') + '"'
+        changed: dict[str, dict[str, Any]] = {
+            "table": {"table": quoted},
+            "schema": {"table": f"{quoted}.refresh_tokens"},
+            "age_column": {"age_column": name},
+            "only": {"only": {name: [name]}},
+            "parent_column": {"parent_column": name},
+        }
+        policies[f"p{number}"] = {**good, **changed[place]}
+    offset = log_statements(systems)
+    result = program.inside(configuration(systems.conninfo, {**policies, "good": good}), "--once", "--json")
+    dry = program.inside(None, "--dry-run")
+    failed = [line for line in log(result.stderr) if line.event == "phase_failed"]
+    assert [line.fields["phase"] for line in failed] == list(policies)
+    assert (result.returncode, result.policies["good"]["deleted"], systems.count("canary")) == (1, 1, 1)
+    assert not any("canary" in skeleton(statement) for statement in statements(systems, offset))
+    assert [line.partition(":")[0] for line in dry.stdout.splitlines()] == [*policies, "good"]
+    assert all(text.isprintable() for text in dry.stdout.split("\n"))
+
+
+MONSTER = "'\"; DROP TABLE canary; --%s" * 400  # ten thousand characters
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"table": f'"{MONSTER}"'},
+        {"age_column": MONSTER},
+        {"only": {MONSTER: [True]}},
+        {"parent_column": MONSTER},
+        {"title": MONSTER + "\n"},
+        {"retention": MONSTER},
+        {"table": 'a"\0b'},
+        {"age_column": "\0"},
+        {"only": {"is_revoked\0": [True]}},
+        {"only": {"token_hash": ["\0"]}},
+        {"title": "\0"},
+    ],
+    ids=lambda changed: f"{next(iter(changed))}{' NUL' if chr(0) in str(changed.values()) else ''}",
+)
+def test_monsters_are_refused_unread(changed: dict[str, Any], systems: Database, program: Program) -> None:
+    """NUL and ten thousand characters where a name is wanted: exit status 78, one line, which does not quote them."""
+    systems.execute(f"INSERT INTO refresh_tokens (expires_at) VALUES ({OLD})")
+    policy = {"table": "refresh_tokens", "age_column": "expires_at", "retention": "30d", **changed}
+    result = program.inside(configuration(systems.conninfo, {"monster": policy}), "--once")
+    assert (result.returncode, systems.count("refresh_tokens")) == (78, 1)
+    assert len(result.stderr.splitlines()) == len(result.stdout.splitlines()) == 1
+    assert "canary" not in result.output or next(iter(changed)) == "only"
+    assert all(text.isprintable() for text in result.output.split("\n"))
+
+
+def test_monsters_that_are_values_are_only_values(systems: Database, program: Program) -> None:
+    """A title and an allowed value of ten thousand characters: what has that value goes, and nothing else happens."""
+    systems.execute("CREATE TABLE canary AS SELECT 1; GRANT ALL ON canary TO retention")
+    systems.execute("GRANT SELECT (token_hash) ON refresh_tokens TO retention")
+    systems.execute(f"INSERT INTO refresh_tokens (token_hash, expires_at) VALUES (%s, {OLD}), ('x', {OLD})", MONSTER)
+    policy = {
+        "title": MONSTER,
+        "table": "refresh_tokens",
+        "age_column": "expires_at",
+        "retention": "30d",
+        "only": {"token_hash": [MONSTER, "%(bound)s"]},
+    }
+    offset = log_statements(systems)
+    result = program.inside(configuration(systems.conninfo, {"monster": policy}), "--once", "--json")
+    assert (result.returncode, result.policies["monster"]["deleted"]) == (0, 1), result.output
+    assert systems.execute("SELECT token_hash FROM refresh_tokens") == [("x",)]
+    assert not any("canary" in statement for statement in statements(systems, offset))
+    assert systems.count("canary") == 1
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, MONSTER], ids=lambda name: ascii(name[:20]))
+def test_a_hostile_place_to_connect_to_is_one_clear_line(name: str, systems: Database, program: Program) -> None:
+    """As database, user, host or policy to run: 69 or a usage error, one line, and a terminal is not obeyed."""
+    for keyword in ("dbname", "user", "host"):
+        given = {"host": str(systems.server.directory), "dbname": systems.name, "user": "retention", keyword: name}
+        result = program.inside(configuration(make_conninfo(**given)), "--dry-run")
+        assert (result.returncode, result.stdout) == (69, ""), keyword
+        assert len(result.stderr.splitlines()) == 1
+        assert result.stderr.removesuffix("\n").isprintable(), ascii(result.stderr)
+    result = program.inside(configuration(systems.conninfo), "--once", "--policy", name)
+    assert (result.returncode, result.stdout, len(result.stderr.splitlines())) == (2, "", 1)
+    assert result.stderr.removesuffix("\n").isprintable(), ascii(result.stderr)
