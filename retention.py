@@ -745,6 +745,15 @@ SURVEYING = {
 }
 
 
+def sign_of_life(seconds: float) -> None:
+    """Tell systemd, if it waits for us, that the next sign comes within so many seconds; it gets a minute more."""
+    if "NOTIFY_SOCKET" in os.environ:
+        with contextlib.suppress(Exception):  # not installed: then the unit's start time-out stands
+            from systemd import daemon
+
+            daemon.notify(f"EXTEND_TIMEOUT_USEC={int((seconds + 60) * 1_000_000)}")
+
+
 LARGEST = 2**31 - 1  # of a time-out, in PostgreSQL and in libpq
 # Of a TCP connection, unless the connection string has its own: a peer that is silently gone is noticed in 30 s.
 KEEPALIVES = {
@@ -773,6 +782,7 @@ class Session:
     """A connection that can be made again, and transactions in it with the settings that a batch depends on."""
 
     SLACK = 10.0  # seconds, after which a server that has not kept its own time-out is taken for dead
+    LONGEST_PAUSE = 15.0  # seconds between two tries to connect
 
     def __init__(self, options: DatabaseOptions, password: str | None, interrupts: Interrupts) -> None:
         self.options = options
@@ -786,6 +796,7 @@ class Session:
         given: dict[str, Any] = {key: value for key, value in KEEPALIVES.items() if key not in conninfo}
         if self.password is not None:
             given["password"] = self.password
+        sign_of_life(self.options.connect_timeout.total_seconds() + self.LONGEST_PAUSE)
         try:
             with self.interrupts.wait(urgent=urgent):
                 self.connection = psycopg.connect(
@@ -820,7 +831,7 @@ class Session:
                     told = error.message
                     tell(error)
             self.interrupts.pause(min(pause, left))
-            pause = min(pause * 2, 15.0)
+            pause = min(pause * 2, self.LONGEST_PAUSE)
 
     def scrub(self, text: str) -> str:
         """The text without any secret that the connection was made with."""
@@ -861,6 +872,7 @@ class Session:
             raise psycopg.OperationalError("not connected")
         limit = min((timeout or self.options.statement_timeout) // UNITS["ms"], LARGEST)
         transaction = Transaction(connection, self.interrupts, limit / 1000 + self.SLACK)
+        sign_of_life(3 * transaction.seconds)  # settings, two statements at most
         self.interrupts.statement = connection
         try:
             self.interrupts.expect_answer(transaction.seconds)
@@ -2689,7 +2701,9 @@ class Phase:
                 self.begin_pass(by_pages=True)
             elif batch.deleted and not (self.position.done and not self.seeds):
                 wait = seconds if self.pause is None else self.pause / UNITS["s"]
-                self.limits.interrupts.sleep(min(wait, self.limits.end - time.monotonic()))
+                wait = min(wait, self.limits.end - time.monotonic())
+                sign_of_life(wait)
+                self.limits.interrupts.sleep(wait)
         return None
 
     def execute(self, seeds: list[str], limit: int, *, delete: bool = True) -> Batch:
