@@ -70,7 +70,8 @@ class Exit(enum.IntEnum):
     CONFIG = 78
 
 
-CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(32), 127, *range(128, 160), 0x2028, 0x2029)}
+CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(32), 127, *range(128, 160))}
+CONTROL_CHARACTERS |= {code: f"\\u{code:04x}" for code in (0x2028, 0x2029)}
 CONTROL_CHARACTERS |= {ord("\n"): "\\n", ord("\t"): "\\t", ord("\r"): "\\r"}
 
 
@@ -3689,8 +3690,8 @@ def report_findings(findings: Sequence[Finding]) -> str:
             if finding.severity is severity:
                 where = f"policy {finding.policy}: " if finding.policy else ""
                 lines += [f"{severity}: {where}{finding.message} [{finding.code}]", f"    remedy: {finding.remedy}"]
-    counts = [sum(finding.severity is severity for finding in findings) for severity in Severity]
-    lines.append("{} errors, {} warnings, {} notes".format(*counts))
+    counts = (f"{severity} {sum(finding.severity is severity for finding in findings)}" for severity in Severity)
+    lines.append(", ".join(counts))
     return "\n".join(lines)
 
 

@@ -393,7 +393,7 @@ class Line:
         for pair in re.findall(_FIELD, match[4]):
             key, _, value = pair.partition("=")
             assert key not in fields, f"{key} twice: {text!r}"
-            fields[key] = re.sub(r"\\(x[0-9a-f]{2}|.)", _unescape, value[1:-1]) if value.startswith('"') else value
+            fields[key] = re.sub(r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|.)", _unescape, value[1:-1]) if value.startswith('"') else value
         return cls(match[1], match[2], match[3], fields)
 
     @property

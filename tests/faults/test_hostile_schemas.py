@@ -263,9 +263,11 @@ def test_no_sql_but_ours_is_run_whatever_things_are_called(database: Database, p
         config = configuration(database.conninfo, policies)
         offset = log_statements(database)
         dry = program.inside(config, "--dry-run", "--json")
+        check = program.inside(None, "--check", "--json")
         result = program.inside(None, "--once", "--json")
         run[kind] = [skeleton(statement) for statement in statements(database, offset)]
         assert [policy["would_delete"] for policy in dry.policies.values()] == [3] * len(names), dry.output
+        assert check.returncode == 0, check.output
         assert [policy["deleted"] for policy in result.policies.values()] == [3] * len(names), result.output
         ended = [line for line in log(result.stderr) if line.event == "phase_completed"]
         assert [line.fields["blockedBy"] for line in ended] == [f"{name}h" for name in names]
@@ -359,10 +361,17 @@ def test_a_hostile_place_to_connect_to_is_one_clear_line(name: str, systems: Dat
     """As database, user, host or policy to run: 69 or a usage error, one line, and a terminal is not obeyed."""
     for keyword in ("dbname", "user", "host"):
         given = {"host": str(systems.server.directory), "dbname": systems.name, "user": "retention", keyword: name}
-        result = program.inside(configuration(make_conninfo(**given)), "--dry-run")
-        assert (result.returncode, result.stdout) == (69, ""), keyword
-        assert len(result.stderr.splitlines()) == 1
-        assert result.stderr.removesuffix("\n").isprintable(), ascii(result.stderr)
+        program.write(configuration(make_conninfo(**given)))
+        result = program.inside(None, "--dry-run")
+        assert (result.returncode, result.stdout, len(result.stderr.splitlines())) == (69, "", 1), keyword
+        check = program.inside(None, "--check")
+        assert (check.returncode, check.stderr) == (69, ""), keyword
+        finding, remedy, _counts = check.stdout.splitlines()
+        assert (finding.partition(":")[0], remedy.partition(":")[0].strip()) == ("error", "remedy")
+        assert all(text.isprintable() for text in (result.output + check.output).split("\n"))
+        if keyword != "user":  # whose name is a value there
+            written = program.inside(None, "--print-sql").stdout.splitlines()
+            assert not [line for line in written if "canary" in line and not line.startswith("-- ")]
     result = program.inside(configuration(systems.conninfo), "--once", "--policy", name)
     assert (result.returncode, result.stdout, len(result.stderr.splitlines())) == (2, "", 1)
     assert result.stderr.removesuffix("\n").isprintable(), ascii(result.stderr)
