@@ -393,7 +393,8 @@ class Line:
         for pair in re.findall(_FIELD, match[4]):
             key, _, value = pair.partition("=")
             assert key not in fields, f"{key} twice: {text!r}"
-            fields[key] = re.sub(r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|.)", _unescape, value[1:-1]) if value.startswith('"') else value
+            quoted = value.startswith('"')
+            fields[key] = re.sub(r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|.)", _unescape, value[1:-1]) if quoted else value
         return cls(match[1], match[2], match[3], fields)
 
     @property
@@ -403,6 +404,12 @@ class Line:
             return "phase_started"
         if self.message.startswith("Cleanup "):
             return "phase_completed"
+        if self.message.startswith("batch failed, "):
+            return "batch_retried"
+        if self.message in ("state not read", "state not written"):
+            return "state_failed"
+        if self.message == "trying to connect again":
+            return "connect_retried"
         return "job_skipped" if self.message == "outside the night window" else self.message.replace(" ", "_")
 
 
