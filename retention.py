@@ -879,8 +879,6 @@ class Session:
             self.interrupts.expect_answer(transaction.seconds)
             with connection.transaction():
                 transaction.execute(self.prologue(settings or {}, schema, snapshot, str(limit)))
-                if not snapshot:  # a deferred key would speak up at COMMIT and take the whole batch along
-                    transaction.execute("SET CONSTRAINTS ALL IMMEDIATE")
                 yield transaction
                 self.interrupts.expect_answer(transaction.seconds)
         except psycopg.errors.QueryCanceled:
@@ -923,7 +921,9 @@ class Session:
         names = ("pg_catalog", *((schema, "public") if schema else ()), "pg_temp")
         path = sql.SQL("SET LOCAL search_path = {};").format(sql.SQL(", ").join(map(sql.Identifier, names)))
         isolation = sql.SQL("SET TRANSACTION ISOLATION LEVEL {};").format(mode)
-        return sql.SQL("\n").join([isolation, *lines, path])
+        # a deferred key would speak up at COMMIT only
+        constraints = sql.SQL("" if snapshot else "SET CONSTRAINTS ALL IMMEDIATE;")
+        return sql.SQL("\n").join([isolation, *lines, path, constraints])
 
 
 # ── Errors ────────────────────────────────────────────────────────────────────────────────────────────────────────────
