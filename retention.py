@@ -2579,6 +2579,7 @@ class Phase:
         self.suspects = 0
         self.progressed = False
         self.in_doubt: Batch | None = None
+        self.reconnected = False
         self.finished = False  # the tally is of a whole pass, after which nothing more can go
         self.file, self.pages = 0, 0
         self.begin_pass(by_pages=not table.indexed)
@@ -2623,8 +2624,8 @@ class Phase:
             tally = self.tally
             fruitless += not tally.deleted
             self.finished = True
-            if fruitless < self.FRUITLESS and (tally.held < 0 or self.moved()):
-                pass  # other sessions brought old rows behind the walk
+            if fruitless < self.FRUITLESS and (tally.held < 0 or self.reconnected or self.moved()):
+                self.reconnected = False  # other sessions, or a fail-over, brought old rows behind the walk
             elif not tally.left:
                 return "drained"
             elif not tally.deleted and not tally.missed:
@@ -2806,6 +2807,7 @@ class Phase:
 
         Even after a signal one try is made, to settle the doubt. If it cannot be, `deleted` is not known.
         """
+        self.reconnected = True
         doubtful, end = self.in_doubt, min(time.monotonic() + self.RECONNECT_FOR, self.limits.end)
         deleted, self.deleted = self.deleted, None if doubtful else self.deleted
         while True:
@@ -2829,21 +2831,20 @@ class Phase:
     def went_through(self, batch: Batch) -> bool:
         """Whether a batch was committed: its transaction is over, and the row that it deleted is not there.
 
-        The status of the transaction alone would not do: after a crash its number may be another's.
+        The status of the transaction alone would not do: after a crash its number may be another's. UnavailableError
+        while its server process has not come to an end.
         """
         status = "SELECT pg_xact_status(%(xid)s::xid8)"
         witness = sql.SQL(
             "SELECT NOT EXISTS (SELECT FROM ONLY {} t WHERE t.ctid = %(gone_tid)s::tid AND t.{} = %(gone_age)s::{})"
         ).format(relation(self.table.name), Name(self.table.age), sql.SQL(self.table.age_type))
-        while True:
-            try:
-                with self.session.transaction(snapshot=True) as connection:
-                    row = connection.execute(status, {"xid": batch.xid}).fetchone()
-            except psycopg.errors.InvalidParameterValue:  # in the future: lost with what followed it, in a fail-over
-                return False
-            if row != ("in progress",):
-                break
-            self.limits.interrupts.sleep(0.1)
+        try:
+            with self.session.transaction(snapshot=True) as connection:
+                row = connection.execute(status, {"xid": batch.xid}).fetchone()
+        except psycopg.errors.InvalidParameterValue:  # in the future: lost with what followed it, in a fail-over
+            return False
+        if row == ("in progress",):
+            raise UnavailableError("the COMMIT of a batch is still under way")
         if row != ("committed",):
             return False
         with self.session.transaction(snapshot=True) as connection:
