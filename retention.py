@@ -1071,7 +1071,7 @@ RULES = {
     ),
     "read_only": Rule(
         ERROR,
-        "the server is read-only: default_transaction_read_only is on (set by: {source})",
+        "the server is read-only: default_transaction_read_only is on, by {source}",
         "make it writable again; an administrator or a full disk may have made it so",
         "25006",
         UnavailableError,
@@ -1086,15 +1086,15 @@ RULES = {
     ),
     "keys_off": Rule(
         ERROR,
-        "foreign keys and triggers are off for the role {role}: session_replication_role is {value}",
-        "ALTER ROLE {role} RESET session_replication_role",
+        "foreign keys and triggers are off for the role {role}: session_replication_role is replica",
+        "ALTER ROLE {role} IN DATABASE {database} SET session_replication_role = origin",
         None,
         RunFailedError,
     ),
     "idle_timeout": Rule(
         WARNING,
         "the server ends sessions that are idle for {timeout}, and run.pause is {pause}: each batch connects anew",
-        "ALTER ROLE {role} SET idle_session_timeout = 0",
+        "ALTER ROLE {role} IN DATABASE {database} SET idle_session_timeout = 0",
     ),
     # of a policy's table
     "table_missing": Rule(
@@ -1105,7 +1105,10 @@ RULES = {
     ),
     "not_a_table": Rule(ERROR, "{table} is {kind}, not an ordinary table", "name the table itself", "42809"),
     "partitioned": Rule(
-        ERROR, "{table} is {kind}, not an ordinary table", "partitions are not purged by this version", "42809"
+        ERROR,
+        "{table} is {kind}, not an ordinary table",
+        "partitions and inheriting tables are not purged by this version",
+        "42809",
     ),
     "column_missing": Rule(ERROR, 'table {table} has no column "{column}"', "correct policy.{policy}.{key}", "42703"),
     "age_type": Rule(
@@ -1151,14 +1154,11 @@ RULES = {
     "row_security": Rule(
         ERROR,
         "row-level security of {table} applies to the role {role} and would hide rows from it",
-        "ALTER ROLE {role} BYPASSRLS, or run as the table's owner",
+        "ALTER ROLE {role} BYPASSRLS",
         "42501",
     ),
     "delete_rule": Rule(
-        ERROR,
-        "the rule {rule} on {table} would do something else in place of a DELETE",
-        "drop or disable the rule",
-        "0A000",
+        ERROR, "the rule {rule} on {table} rewrites every DELETE", "ALTER TABLE {sql} DISABLE RULE {rule}", "0A000"
     ),
     "delete_trigger": Rule(
         WARNING,
@@ -1168,9 +1168,10 @@ RULES = {
     "replica_identity": Rule(
         ERROR,
         "{table} is published by {publication} and has no replica identity, so that the server refuses every DELETE",
-        "ALTER TABLE {table} REPLICA IDENTITY FULL, or add a primary key",
+        "ALTER TABLE {sql} REPLICA IDENTITY FULL, or add a primary key",
         "55000",
     ),
+    "delete_refused": Rule(ERROR, "the server refuses every DELETE from {table}: {problem}", "see what it says"),
     "reference_unreadable": Rule(
         WARNING,
         "the role {role} cannot read {child}, whose foreign key {constraint} may hold rows of {table}: they are found"
@@ -1179,7 +1180,8 @@ RULES = {
     ),
     "reference_unindexed": Rule(
         WARNING,
-        "the foreign key {constraint} of {child} has no index: PostgreSQL reads all of {child} for each row that goes",
+        "{columns} of {child}, by which rows refer to others ({constraint}), has no index: all of {child} is read for"
+        " each row or batch that goes",
         "{sql}",
     ),
     "age_unindexed": Rule(
@@ -1200,17 +1202,17 @@ RULES = {
     ),
     "age_missing": Rule(
         WARNING,
-        'in {count} rows of {table} "{column}" is NULL, so that this policy never reaches them',
+        'rows of {table} whose "{column}" is NULL, so that this policy never reaches them: {count}',
         "fill the column in and set it NOT NULL, or delete these rows by hand",
     ),
     "age_implausible": Rule(
         WARNING,
-        'in {count} rows of {table} "{column}" is before 2000; they count as old and would go',
+        'rows of {table} whose "{column}" is before the year 2000, so that they count as old and would go: {count}',
         "if such a value means something else, correct it",
     ),
     "age_in_future": Rule(
         WARNING,
-        'in {count} rows of {table} "{column}" lies in the future, up to {newest}',
+        'rows of {table} whose "{column}" lies in the future: {count}',
         "see that the service writes UTC and that its clock is right",
     ),
     "value_unused": Rule(
@@ -1218,8 +1220,8 @@ RULES = {
     ),
     "within_lifetime": Rule(
         WARNING,
-        'in {count} rows of {table} that would go, "{column}" still lies ahead: a token that is used again would not be'
-        " recognized any more",
+        'rows of {table} that would go while their "{column}" still lies ahead, so that a token which is used again is'
+        " not recognized any more: {count}",
         "keep them until they have expired: expiry_column with grace",
     ),
     # of a run
@@ -1318,6 +1320,16 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True)
+class AllowList:
+    """The values of `only` for one column, and the type to compare them in."""
+
+    column: str
+    type: str
+    values: list[Any]
+    proven: bool  # by the type: an enum or a boolean has no other values than it names
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
     """One policy with what the catalog says of its table: all that the statements need."""
 
@@ -1327,7 +1339,7 @@ class Table:
     triggers: str
     age: str
     age_type: str  # timestamptz, timestamp or date
-    only: tuple[tuple[str, str, list[Any]], ...]  # column, type of the parameter, values
+    only: tuple[AllowList, ...]
     indexed: bool  # a walk in the order of age is cheap
     references: tuple[Reference, ...]
     own_action: bool  # a self reference would delete or change children along with a parent
@@ -1351,6 +1363,10 @@ KINDS_OF_RELATION = {
     "p": "a partitioned table",
     "S": "a sequence",
     "r": "a parent of inheriting tables",
+    "i": "an index",
+    "I": "an index",
+    "c": "a composite type",
+    "t": "a TOAST table",
 }
 AGE_TYPES = {1184: "timestamptz", 1114: "timestamp", 1082: "date"}  # fixed type oids of pg_catalog
 # Of `only`: the type of the values in the file, and the SQL type to compare them in.
@@ -1430,10 +1446,10 @@ SELECT k.conname::text, n.nspname::text, c.relname::text, k.confrelid = %(oid)s 
              FROM unnest(k.conpfeqop) WITH ORDINALITY AS u (oid, position)
              JOIN pg_catalog.pg_operator o ON o.oid = u.oid
              JOIN pg_catalog.pg_namespace s ON s.oid = o.oprnamespace ORDER BY u.position),
-       NOT pg_catalog.row_security_active(k.conrelid)
-           AND pg_catalog.has_schema_privilege(n.oid, 'USAGE')
-           AND (SELECT bool_and(pg_catalog.has_column_privilege(k.conrelid, u.attnum, 'SELECT'))
-                FROM unnest(k.conkey) AS u (attnum)),
+       pg_catalog.row_security_active(k.conrelid), NOT pg_catalog.has_schema_privilege(n.oid, 'USAGE'),
+       (SELECT bool_or(NOT pg_catalog.has_column_privilege(k.conrelid, u.attnum, 'SELECT'))
+        FROM unnest(k.conkey) AS u (attnum)),
+       c.relkind = 'p' AS partitioned,
        {CHILD_INDEX.format(relation="k.conrelid", column="attnum = ANY (k.conkey)").replace("%", "%%")}
 FROM reached r JOIN pg_catalog.pg_constraint k ON k.oid = r.oid
     JOIN pg_catalog.pg_class c ON c.oid = k.conrelid
@@ -1456,11 +1472,10 @@ SELECT pg_catalog.row_security_active(c.oid),
        ARRAY(SELECT g.tgname::text FROM pg_catalog.pg_trigger g
              WHERE g.tgrelid = c.oid AND NOT g.tgisinternal AND g.tgenabled IN ('O', 'A') AND g.tgtype & 11 = 11
              ORDER BY 1),
-       CASE WHEN c.relreplident = 'n' OR NOT EXISTS (
+       CASE WHEN c.relreplident = 'n' OR c.relreplident <> 'f' AND NOT EXISTS (
                 SELECT FROM pg_catalog.pg_index i
-                WHERE i.indrelid = c.oid
-                  AND CASE c.relreplident WHEN 'd' THEN i.indisprimary WHEN 'i' THEN i.indisreplident ELSE true END)
-            AND c.relreplident <> 'f'
+                WHERE i.indrelid = c.oid AND CASE c.relreplident
+                    WHEN 'd' THEN i.indisprimary AND i.indimmediate ELSE i.indisreplident END)
             THEN (SELECT min(p.pubname)::text FROM pg_catalog.pg_publication p
                       JOIN pg_catalog.pg_publication_tables t ON t.pubname = p.pubname
                   WHERE p.pubdelete AND t.schemaname = n.nspname AND t.tablename = c.relname) END
@@ -1504,9 +1519,17 @@ def inspect(session: Session, policy: Policy, policies: Sequence[Policy]) -> Ins
         inspector = Inspector(transaction, policy)
         table = inspector.inspect(policies)
         lifetime = inspector.lifetime(policies) if table else None
-    findings = tuple(inspector.findings)
-    failed = any(finding.severity is ERROR for finding in findings)
-    return Inspection(policy, None if failed else table, lifetime, findings)
+    if table and not inspector.failed:
+        try:
+            with session.transaction(snapshot=True) as transaction:
+                transaction.execute(sql.SQL("EXPLAIN DELETE FROM ONLY {} WHERE false").format(relation(table.name)))
+        except psycopg.Error as error:
+            if judge(error) in (Verdict.RECONNECT, Verdict.FAIL_RUN):
+                raise
+            if judge(error) is Verdict.FAIL:  # anything else, such as a lock, is for the run to meet
+                problem = " ".join(filter(None, [error.diag.message_primary, error.diag.message_detail]))
+                inspector.report("delete_refused", error.sqlstate, problem=problem)
+    return Inspection(policy, None if inspector.failed else table, lifetime, tuple(inspector.findings))
 
 
 class Inspector:
@@ -1521,10 +1544,14 @@ class Inspector:
         self.role = ""
         self.oid = 0
 
+    @property
+    def failed(self) -> bool:
+        return any(finding.severity is ERROR for finding in self.findings)
+
     def ask(self, query: str, **parameters: object) -> list[tuple[Any, ...]]:
         return self.transaction.execute(query.encode(), {"oid": self.oid, **parameters}).fetchall()
 
-    def report(self, code: str, *, sqlstate: str | None = None, **names: object) -> None:
+    def report(self, code: str, sqlstate: str | None = None, /, **names: object) -> None:
         names = {"table": self.name, "role": self.role, **names}
         self.findings.append(Finding.of(code, self.policy.name, sqlstate, **names))
 
@@ -1590,8 +1617,8 @@ class Inspector:
             self.report("age_unindexed", column=age.name, sql=create_index(self.name, [age.name]))
         return age
 
-    def allow_list(self, name: str, values: list[Any]) -> tuple[str, str, list[Any]] | None:
-        """The column's name, the type to compare it in, and its values; None if the column cannot have one of them."""
+    def allow_list(self, name: str, values: list[Any]) -> AllowList | None:
+        """The column with its values; None if it cannot have one of them."""
         column = self.column("only", name)
         if column is None:
             return None
@@ -1603,6 +1630,7 @@ class Inspector:
             self.report("value_type", given=names[type(values[0])], accepted=accepted, **about)
             return None
         largest = 2 ** (INTEGER_BITS.get(column.type, 64) - 1)
+        before = len(self.findings)
         for value in values:
             if column.enum and value not in column.labels:
                 sqlstate, labels = "22P02", ": " + ", ".join(column.labels)
@@ -1612,29 +1640,39 @@ class Inspector:
                 sqlstate, labels = "22003", ""
             else:
                 continue
-            self.report("value_impossible", sqlstate=sqlstate, value=repr(value), labels=labels, **about)
+            self.report("value_impossible", sqlstate, value=repr(value), labels=labels, **about)
+        if len(self.findings) > before:
             return None
-        return name, comparison, values
+        return AllowList(name, comparison, values, column.enum or kind is bool)
 
     def references(self, policies: Sequence[Policy]) -> tuple[list[Reference], bool, tuple[TableName, ...]]:
         """What keeps rows: our own foreign keys of any action, and others that refuse, where this role may read them.
 
         And whether one of our own has an action; and the tables that a delete here would spread to.
         """
-        found, own_action, cascades = [], False, {}
+        found, own_action = [], False
+        cascades: dict[TableName, tuple[str, str]] = {}
         for row in self.ask(REFERENCES):
-            name, schema, relation_name, direct, own, action, columns, keys, operators, readable, indexed = row
+            name, schema, relation_name, direct, own, action, columns, keys, operators = row[:9]
+            row_security, schema_hidden, columns_hidden, partitioned, indexed = row[9:]
             child = TableName(schema, relation_name)
             refuses = action in ("a", "r")  # NO ACTION, RESTRICT
+            readable = not (row_security or schema_hidden or columns_hidden)
+            listed = ", ".join(map(quoted, columns))
             if not indexed:
-                cure = create_index(child, columns)
-                self.report("reference_unindexed", constraint=quoted(name), child=child, sql=cure)
+                cure = create_index(child, columns, concurrently=not partitioned)
+                self.report("reference_unindexed", columns=listed, constraint=quoted(name), child=child, sql=cure)
             if own and direct:
                 own_action |= not refuses
             elif not refuses:
-                cascades[child] = name
+                cascades[child] = name, action
             elif direct and not readable:  # such rows are found by isolation
-                cure = f"GRANT SELECT ({', '.join(map(quoted, columns))}) ON {child.sql} TO {self.role}"
+                cures = [
+                    (schema_hidden, f"GRANT USAGE ON SCHEMA {quoted(schema)} TO {self.role}"),
+                    (columns_hidden, f"GRANT SELECT ({listed}) ON {child.sql} TO {self.role}"),
+                    (row_security, f"ALTER ROLE {self.role} BYPASSRLS"),
+                ]
+                cure = "; ".join(statement for needed, statement in cures if needed)
                 self.report("reference_unreadable", constraint=quoted(name), child=child, sql=cure)
             if direct and (own or (refuses and readable)):
                 pairs = tuple(zip(columns, keys, operators, strict=True))
@@ -1645,9 +1683,10 @@ class Inspector:
         if cascades and not self.policy.allow_cascade:
             self.report("cascade", tables=", ".join(sorted(map(str, cascades))))
         for other in policies:
-            if other.table in cascades:
-                constraint = quoted(cascades[other.table])
-                self.report("cascade_into_policy", other=other.table, others=other.name, constraint=constraint)
+            constraint, action = cascades.get(other.table, ("", ""))
+            if action == "c":
+                names = {"other": other.table, "others": other.name, "constraint": quoted(constraint)}
+                self.report("cascade_into_policy", **names)
         return found, own_action, tuple(cascades)
 
     def reference_by_key(self, name: str) -> list[Reference]:
@@ -1667,8 +1706,8 @@ class Inspector:
         child_index = CHILD_INDEX.replace("%", "%%").format(relation="%(oid)s::oid", column="attname = %(column)s")
         ((indexed,),) = self.ask(f"SELECT {child_index}", column=name)
         if not indexed:
-            cure = create_index(self.name, [name])
-            self.report("reference_unindexed", constraint=f"(parent_column) {name}", child=self.name, sql=cure)
+            names = {"columns": quoted(name), "constraint": "parent_column", "child": self.name}
+            self.report("reference_unindexed", sql=create_index(self.name, [name]), **names)
         return [Reference(name, self.name, ((name, *key[0]),), True, indexed)]
 
     def privileges(self, reads: Sequence[str]) -> None:
@@ -1709,15 +1748,15 @@ class Inspector:
         if row_security:
             self.report("row_security")
         if rule:
-            self.report("delete_rule", rule=quoted(rule))
+            self.report("delete_rule", rule=quoted(rule), sql=self.name.sql)
         for trigger in triggers:
             self.report("delete_trigger", trigger=quoted(trigger))
         if publication:
-            self.report("replica_identity", publication=quoted(publication))
+            self.report("replica_identity", publication=quoted(publication), sql=self.name.sql)
 
 
-def create_index(table: TableName, columns: Sequence[str]) -> str:
-    return f"CREATE INDEX CONCURRENTLY ON {table.sql} ({', '.join(map(quoted, columns))})"
+def create_index(table: TableName, columns: Sequence[str], *, concurrently: bool = True) -> str:
+    return f"CREATE INDEX {'CONCURRENTLY ' if concurrently else ''}ON {table.sql} ({', '.join(map(quoted, columns))})"
 
 
 # ── Statements ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -1807,17 +1846,16 @@ def predicate(table: Table, alias: str = "t", policy: str = "", *, ordered: bool
 def allowed(table: Table, alias: str = "t", policy: str = "") -> sql.Composed:
     """The row has the values of `only`."""
     row, conditions = sql.Identifier(alias), [sql.SQL("true").format()]
-    for number, (column, kind, _values) in enumerate(table.only):
-        cast = "::text" if kind == "text" else ""
-        conditions.append(
-            sql.SQL("({}.{}" + f"{cast} = ANY (%({policy}only{number})s::{kind}[])) IS TRUE").format(row, Name(column))
-        )
+    for number, only in enumerate(table.only):
+        cast = "::text" if only.type == "text" else ""
+        condition = f"{cast} = ANY (%({policy}only{number})s::{only.type}[])"
+        conditions.append(sql.SQL("({}.{}" + condition + ") IS TRUE").format(row, Name(only.column)))
     return sql.SQL(" AND ").join(conditions)
 
 
 def parameters_of(table: Table, bound: str, policy: str = "") -> dict[str, Any]:
     """The parameters of `predicate`, the cutoff being `bound`."""
-    lists = {f"{policy}only{number}": list(column[2]) for number, column in enumerate(table.only)}
+    lists = {f"{policy}only{number}": only.values for number, only in enumerate(table.only)}
     return {f"{policy}bound": bound, **lists}
 
 
@@ -2140,7 +2178,7 @@ def survey(tables: Sequence[Table]) -> sql.Composed:
 
 
 def census(table: Table, lifetime: Column | None) -> sql.Composed:
-    """What `--check` asks about the rows: four counts and the newest age, then of each value of `only` if it is there.
+    """What `--check` asks about the rows: four counts, then of each value of `only` whether any row has it.
 
     One reading of the whole table. Parameters: those of `parameters_of`, `now`, and `late`, after which is the future.
     """
@@ -2154,16 +2192,16 @@ def census(table: Table, lifetime: Column | None) -> sql.Composed:
         ahead = "{} AND t.{} > " + f"%(now)s::{AGE_TYPES[lifetime.type]}"
         parts["alive"] = sql.SQL(ahead).format(predicate(table), Name(lifetime.name))
     used = [
-        sql.SQL("COALESCE(bool_or(t.{}" + f"::{kind} = (%(only{number})s::{kind}[])[{place}]), true)").format(
-            Name(column)
-        )
-        for number, (column, kind, values) in enumerate(table.only)
-        for place in range(1, len(values) + 1)
+        sql.SQL(
+            "bool_or(t.{}" + f"::{only.type} = (%(only{number})s::{only.type}[])[{place}]) IS TRUE OR count(*) = 0"
+        ).format(Name(only.column))
+        for number, only in enumerate(table.only)
+        for place in range(1, len(only.values) + 1)
+        if not only.proven
     ]
     counts = sql.SQL("""count(*) FILTER (WHERE {age} IS NULL AND {allowed}),
        count(*) FILTER (WHERE {age} < '2000-01-01'::{type} AND {allowed}),
        count(*) FILTER (WHERE {age} > %(late)s::{type} AND isfinite({age}) AND {allowed}),
-       max({age}) FILTER (WHERE isfinite({age}))::text,
        count(*) FILTER (WHERE {alive})""").format(**parts)
     return sql.SQL("SELECT {} FROM ONLY {} t").format(sql.SQL(", ").join([counts, *used]), relation(table.name))
 
@@ -3065,6 +3103,15 @@ def read_clock(session: Session, allowed: dt.timedelta) -> tuple[dt.datetime, li
     return now, [Finding.of("clock_skew", **clocks)]
 
 
+# Of pg_settings.source, in words.
+SOURCES = {
+    "configuration file": "the configuration file",
+    "database": "a setting of the database",
+    "user": "a setting of the role",
+    "database user": "a setting of the role in this database",
+}
+
+
 def judge_server(session: Session, pause: dt.timedelta | None) -> list[Finding]:
     """Whether this server can be written to, and whether the role's settings let a run do its work."""
     assert session.connection is not None
@@ -3072,23 +3119,25 @@ def judge_server(session: Session, pause: dt.timedelta | None) -> list[Finding]:
         return [Finding.of("server_too_old")]
     query = """SELECT pg_is_in_recovery(),
        (SELECT source FROM pg_settings WHERE name = 'default_transaction_read_only' AND setting = 'on'),
-       NULLIF(current_setting('session_replication_role'), 'origin'),
-       (SELECT setting::bigint FROM pg_settings WHERE name = 'idle_session_timeout'), current_user::text"""
+       current_setting('session_replication_role') = 'replica',
+       (SELECT setting::bigint FROM pg_settings WHERE name = 'idle_session_timeout'),
+       current_user::text, current_database()::text"""
     with session.transaction(snapshot=True) as transaction:
         row = transaction.execute(query).fetchone()
     assert row is not None
-    in_recovery, read_only, replication_role, idle_timeout, role = row
+    in_recovery, read_only, keys_off, idle_timeout, role, database = row
+    names = {"role": quoted(role), "database": quoted(database)}
     found = []
     if in_recovery:
         found.append(Finding.of("not_primary"))
     if read_only:
-        found.append(Finding.of("read_only", source=read_only))
-    if replication_role:
-        found.append(Finding.of("keys_off", role=quoted(role), value=replication_role))
+        found.append(Finding.of("read_only", source=SOURCES.get(read_only, read_only)))
+    if keys_off:
+        found.append(Finding.of("keys_off", **names))
     timeout = dt.timedelta(milliseconds=idle_timeout)
     if pause and ZERO < timeout <= pause:
-        names = {"timeout": format_duration(timeout), "pause": format_duration(pause), "role": quoted(role)}
-        found.append(Finding.of("idle_timeout", **names))
+        spans = {"timeout": format_duration(timeout), "pause": format_duration(pause)}
+        found.append(Finding.of("idle_timeout", **spans, **names))
     return found
 
 
@@ -3356,6 +3405,8 @@ def check(job: Job) -> list[Finding]:
     config, session = job.config, job.session
     connect(job)
     findings = judge_server(session, config.run.pause)
+    if any(finding.code == "server_too_old" for finding in findings):
+        return findings
     now, skewed = read_clock(session, config.database.max_clock_skew)
     findings += skewed
     for policy in job.policies:
@@ -3388,16 +3439,16 @@ def examine(job: Job, table: Table, lifetime: Column | None, now: dt.datetime) -
     with job.session.transaction(SURVEYING, snapshot=True, timeout=job.config.run.max_run_duration) as transaction:
         row = transaction.execute(census(table, lifetime), parameters).fetchone()
     assert row is not None
-    missing, implausible, future, newest, alive, *used = row
+    missing, implausible, future, alive, *used = row
     if missing:
         report("age_missing", count=f"{missing:,}", column=table.age)
     if implausible:
         report("age_implausible", count=f"{implausible:,}", column=table.age)
     if future and policy.age_column:
-        report("age_in_future", count=f"{future:,}", column=table.age, newest=newest)
+        report("age_in_future", count=f"{future:,}", column=table.age)
     if alive and lifetime:
         report("within_lifetime", count=f"{alive:,}", column=lifetime.name)
-    values = [(column, value) for column, _kind, values in table.only for value in values]
+    values = [(only.column, value) for only in table.only for value in only.values if not only.proven]
     for (column, value), is_used in zip(values, used, strict=True):
         if not is_used:
             report("value_unused", column=column, value=repr(value))
@@ -3409,10 +3460,11 @@ def examine(job: Job, table: Table, lifetime: Column | None, now: dt.datetime) -
 # executed: by us, over a connection, or by psql. Each has the comment above what it writes, and is asked once, or for
 # each table, or for each age column of one.
 
+MISSING = "These tables do not exist."
 SETUP = (
     (
         "table",
-        "A table that does not exist, which this asks for, ends in an error.",
+        MISSING,
         "SELECT format('SELECT %L::regclass', format('%I.%I', {schema}, {name})) WHERE {table} IS NULL",
     ),
     (
@@ -3438,7 +3490,7 @@ FROM t JOIN pg_class c ON c.oid = t.oid OR EXISTS (
         "table",
         "It reads the columns that say which rows are to go, and deletes rows. It never changes one: PostgreSQL\n"
         "asks for UPDATE on some column before it lets anybody lock a row. That is a real power all the same: the\n"
-        "role could overwrite that one column, the key, and no other.",
+        "role could overwrite that one column (the key, where there is one) and no other.",
         """WITH t AS (SELECT {table} AS oid), key AS (
     SELECT a.attname AS name FROM t JOIN pg_index i ON i.indrelid = t.oid AND i.indisprimary
         JOIN pg_attribute a ON a.attrelid = t.oid AND a.attnum = i.indkey[0]
@@ -3471,25 +3523,31 @@ GROUP BY k.conrelid""",
         "table",
         "Without these indexes PostgreSQL reads the whole referring table for each row that goes. (They are not made\n"
         "inside a transaction.)",
-        """SELECT DISTINCT format('CREATE INDEX %sON %s (%s)', CASE c.relkind WHEN 'p' THEN '' ELSE 'CONCURRENTLY ' END,
-    c.oid::regclass, (SELECT string_agg(quote_ident(a.attname), ', ' ORDER BY u.position)
-                      FROM unnest(r.columns) WITH ORDINALITY AS u (attnum, position)
-                          JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum = u.attnum))
+        """SELECT DISTINCT format('CREATE INDEX %sIF NOT EXISTS %I ON %s (%s)',
+    CASE c.relkind WHEN 'p' THEN '' ELSE 'CONCURRENTLY ' END, concat('session_retention_', c.relname, '_', n.plain),
+    c.oid::regclass, n.quoted)
 FROM (
     SELECT k.conrelid, k.conkey FROM pg_constraint k
     WHERE k.contype = 'f' AND k.confrelid = {table} AND k.conparentid = 0
     UNION
     SELECT a.attrelid, ARRAY[a.attnum] FROM pg_attribute a WHERE a.attrelid = {table} AND a.attname = {parent}
-) r (oid, columns) JOIN pg_class c ON c.oid = r.oid
+) r (oid, columns) JOIN pg_class c ON c.oid = r.oid CROSS JOIN LATERAL (
+    SELECT string_agg(quote_ident(a.attname), ', ' ORDER BY u.position) AS quoted,
+        string_agg(a.attname, '_' ORDER BY u.position) AS plain
+    FROM unnest(r.columns) WITH ORDINALITY AS u (attnum, position)
+        JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum = u.attnum
+) n
 WHERE NOT {child_index}""",
     ),
     (
         "age",
         "With these indexes the job reads what has to go, instead of the whole table.",
-        """SELECT format('CREATE INDEX CONCURRENTLY ON %s (%I)', a.attrelid::regclass, a.attname)
-FROM pg_attribute a
-WHERE a.attrelid = {table} AND a.attname = {age} AND {parent} IS NULL  -- chains go as quickly page by page
-    AND NOT {age_index}""",
+        """SELECT format('CREATE INDEX CONCURRENTLY IF NOT EXISTS %I ON %s (%I)',
+    concat('session_retention_', c.relname, '_', a.attname), c.oid::regclass, a.attname)
+FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid
+WHERE c.oid = {table} AND a.attname = {age} AND NOT {age_index}
+    AND {parent} IS NULL AND NOT EXISTS (  -- chains go as quickly page by page
+        SELECT FROM pg_constraint k WHERE k.contype = 'f' AND k.conrelid = c.oid AND k.confrelid = c.oid)""",
     ),
 )
 # A table is found by its names in the catalog, for which no privilege is needed.
@@ -3537,6 +3595,7 @@ def print_sql(arguments: argparse.Namespace) -> Exit:
         except UnavailableError as error:
             lines.append(f"-- Written without a connection: {error.message}")
             lines.append("-- So run it with psql, which executes what each query returns: psql -d DATABASE -f FILE")
+            lines.append("\\set ON_ERROR_STOP on")
         try:
             for comment, queries in setup(policies, role):
                 if session.connection is None:
@@ -3545,6 +3604,8 @@ def print_sql(arguments: argparse.Namespace) -> Exit:
                     with session.transaction(snapshot=True) as transaction:
                         rows = [row for query in queries for row in transaction.execute(query)]
                     statements = [f"{row[0]};" for row in dict.fromkeys(rows)]
+                    if comment == MISSING and statements:
+                        raise RetentionError(f"{comment} Correct the policies: {' '.join(statements)}")
                 if statements:
                     lines += ["", *(f"-- {line}" for line in comment.splitlines()), *statements]
         except psycopg.Error as error:
@@ -3671,8 +3732,6 @@ def check_command(arguments: argparse.Namespace) -> Exit:
         status = Exit.UNAVAILABLE
         problem = describe(error) if isinstance(error, psycopg.Error) else error.message
         findings = [Finding.of("unreachable", None, error.sqlstate, problem=problem)]
-    except StoppedError:
-        raise RetentionError("interrupted before the check was done") from None
     errors = [finding for finding in findings if finding.severity is ERROR]
     if any(RULES[finding.code].failure is UnavailableError for finding in errors):
         status = Exit.UNAVAILABLE
@@ -3806,6 +3865,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return VERBS[arguments.verb](arguments)
     except SystemExit as done:  # argparse
         return int(done.code or 0)
+    except StoppedError:  # but a run, which ends well
+        print(f"{PROGRAM}: interrupted", file=sys.stderr)
+        return Exit.FAILED
     except ConfigurationError as error:
         for _, text in error.problems:
             print(f"{PROGRAM}: {text}", file=sys.stderr)
