@@ -1522,7 +1522,7 @@ def inspect(session: Session, policy: Policy, policies: Sequence[Policy]) -> Ins
     if table and not inspector.failed:
         try:
             with session.transaction(snapshot=True) as transaction:
-                transaction.execute(sql.SQL("EXPLAIN DELETE FROM ONLY {} WHERE false").format(relation(table.name)))
+                transaction.execute(sql.SQL("EXPLAIN DELETE FROM ONLY {} WHERE false").format(relation(table.name)), {})
         except psycopg.Error as error:
             if judge(error) in (Verdict.RECONNECT, Verdict.FAIL_RUN):
                 raise
