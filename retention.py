@@ -42,7 +42,7 @@ import tomllib
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
+from types import FrameType, NoneType
 from typing import Any, NoReturn
 
 import psycopg
@@ -70,22 +70,20 @@ class Exit(enum.IntEnum):
     CONFIG = 78
 
 
-CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(32), 127, *range(128, 160))}
-CONTROL_CHARACTERS |= {code: f"\\u{code:04x}" for code in (0x2028, 0x2029)}
-CONTROL_CHARACTERS |= {ord("\n"): "\\n", ord("\t"): "\\t", ord("\r"): "\\r"}
-
-
 def printable(text: str) -> str:
     """The text on one line, without anything that a terminal would obey."""
-    return text.translate(CONTROL_CHARACTERS)
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 class RetentionError(Exception):
     """The base of what this program raises on purpose; the text is safe to log."""
 
+    exit_status = Exit.FAILED
+
     def __init__(self, message: str, sqlstate: str | None = None) -> None:
         self.message = printable(message)
         self.sqlstate = sqlstate
+        self.lines = [self.message]  # for stderr
         super().__init__(self.message)
 
     def json(self) -> dict[str, str | None]:
@@ -95,19 +93,26 @@ class RetentionError(Exception):
 class ConfigurationError(RetentionError):
     """The configuration is wrong; `problems` are pairs of key and explanation, all of them."""
 
+    exit_status = Exit.CONFIG
+
     def __init__(self, file: str, problems: Sequence[tuple[str, str]]) -> None:
         self.problems = [
             (key, printable(f"{file}: {key}: {text}" if key else f"{file}: {text}")) for key, text in problems
         ]
         super().__init__("; ".join(text for _, text in self.problems))
+        self.lines = [text for _, text in self.problems]
 
 
 class UsageError(RetentionError):
     """The command line is wrong in a way that only the configuration shows."""
 
+    exit_status = Exit.USAGE
+
 
 class UnavailableError(RetentionError):
     """The database could not be reached, or cannot be written to."""
+
+    exit_status = Exit.UNAVAILABLE
 
 
 class RunFailedError(RetentionError):
@@ -240,34 +245,30 @@ def expect(condition: bool) -> None:
         raise ValueError
 
 
-def of_type(kind: type, value: Any) -> Any:
-    """The value, if it is of exactly this type: TOML's `true` is not the number 1."""
-    expect(type(value) is kind)
-    return value
+def exactly(kind: type, allowed: Callable[[Any], bool] = bool, make: Callable[[Any], Any] = lambda v: v) -> Any:
+    """A `read` of exactly this type (TOML's `true` is not the number 1), made into ours, of which some are allowed."""
+
+    def read(value: Any) -> Any:
+        expect(type(value) is kind and "\0" not in str(value))
+        ours = make(value)
+        expect(allowed(ours))
+        return ours
+
+    return read
 
 
-def text_of(value: Any) -> str:
-    text: str = of_type(str, value)
-    expect("\0" not in text)
-    return text
+def anything(_value: Any) -> bool:
+    return True
 
 
 def duration_kind(accepts: str, allowed: Callable[[dt.timedelta], bool]) -> Kind:
-    def read(value: Any) -> dt.timedelta:
-        duration = parse_duration(text_of(value))
-        expect(allowed(duration))
-        return duration
-
-    return Kind(
-        f"{accepts}: a text such as '30d' or '1h30m', units ms s m h d w, 36500d at most", read, format_duration
-    )
+    accepts += ": a text such as '30d' or '1h30m', units ms s m h d w, 36500d at most"
+    return Kind(accepts, exactly(str, allowed, parse_duration), format_duration)
 
 
-def read_name(value: Any) -> str:
-    """A column name, exactly as the catalog has it. 63 bytes: the server would cut it and may then mean another."""
-    name = text_of(value)
-    expect(0 < len(name.encode()) <= 63)
-    return name
+# A column name, exactly as the catalog has it. 63 bytes: the server would cut it and may then mean another.
+read_name = exactly(str, lambda name: 0 < len(name.encode()) <= 63)
+text_of = exactly(str, anything)
 
 
 # Of PostgreSQL's key words, those that cannot name a table or a column without quotes.
@@ -327,7 +328,7 @@ class TableName:
 
 
 def read_conninfo(value: Any) -> str:
-    conninfo = text_of(value)
+    conninfo: str = text_of(value)
     try:
         port = str(psycopg.conninfo.conninfo_to_dict(conninfo).get("port") or "")
     except psycopg.Error:
@@ -348,41 +349,10 @@ def read_only_lists(value: Any) -> dict[str, list[Any]]:
         read_name(column)
         expect(type(values) is list and len(values) > 0 and type(values[0]) in (str, int, bool))
         for item in values:
-            of_type(type(values[0]), item)
+            expect(type(item) is type(values[0]))
             expect(type(item) is not str or "\0" not in item)
             expect(type(item) is not int or -(2**63) <= item < 2**63)
     return dict(value)
-
-
-def read_path(value: Any) -> str:
-    path = text_of(value)
-    expect(not path or path.startswith("/"))
-    return path
-
-
-def read_title(value: Any) -> str:
-    title = text_of(value)
-    expect(title.isprintable() and title.strip() != "")
-    return title
-
-
-def read_size(value: Any) -> int:
-    size: int = of_type(int, value)
-    expect(1 <= size < 2**31)
-    return size
-
-
-def read_pause(value: Any) -> dt.timedelta | None:
-    return None if value == "auto" else parse_duration(text_of(value))
-
-
-def read_false(value: Any) -> bool:
-    expect(value is False)
-    return False
-
-
-def read_nothing(_value: Any) -> NoReturn:
-    raise ValueError
 
 
 POSITIVE = duration_kind("more than 0", lambda d: d > ZERO)
@@ -393,20 +363,20 @@ CONNINFO = Kind(
     " percent-encoded)",
     read_conninfo,
 )
-SIZE = Kind("a whole number of rows, 1 to 2147483647", read_size)
-BOOLEAN = Kind("true or false", lambda value: of_type(bool, value))
+SIZE = Kind("a whole number of rows, 1 to 2147483647", exactly(int, lambda size: 1 <= size < 2**31))
+BOOLEAN = Kind("true or false", exactly(bool, anything))
 WINDOW = Kind(
     'a UTC time span such as "02:00-05:00", its ends different, or "" for any time',
-    lambda value: NightWindow.parse(text_of(value)),
+    exactly(str, anything, NightWindow.parse),
     lambda window: str(window or ""),
 )
 PAUSE = Kind(
     '"auto", or a duration of 0s or more such as "100ms", units ms s m h d w, 36500d at most',
-    read_pause,
+    exactly(str, anything, lambda text: None if text == "auto" else parse_duration(text)),
     lambda pause: "auto" if pause is None else format_duration(pause),
 )
-PATH = Kind('an absolute path, or "" for none', read_path)
-TITLE = Kind("one line of printable text", read_title)
+PATH = Kind('an absolute path, or "" for none', exactly(str, lambda path: not path or path.startswith("/")))
+TITLE = Kind("one line of printable text", exactly(str, lambda title: title.isprintable() and title.strip()))
 TABLE = Kind(
     '"name" or "schema.name", parts in double quotes where SQL needs them, 63 bytes each at most', TableName.read, str
 )
@@ -415,8 +385,8 @@ ONLY = Kind(
     'columns with non-empty lists of one type (text, 64-bit whole numbers or booleans), as in { status = ["Revoked"] }',
     read_only_lists,
 )
-NO_VACUUM = Kind("false; VACUUM after a run is not in this version", read_false)
-NO_LAG = Kind("nothing yet; waiting for standbys is not in this version, leave the key out", read_nothing)
+NO_VACUUM = Kind("false; VACUUM after a run is not in this version", exactly(bool, lambda value: not value))
+NO_LAG = Kind("nothing yet; waiting for standbys is not in this version, leave the key out", exactly(NoneType))
 
 
 def option(kind: Kind, default: Any = None) -> Any:
@@ -492,6 +462,10 @@ class Configuration:
     run: RunOptions
     metrics: MetricsOptions
     policies: tuple[Policy, ...]
+
+    @property
+    def enabled(self) -> tuple[Policy, ...]:
+        return tuple(policy for policy in self.policies if policy.enabled)
 
 
 SECTIONS: dict[str, type[Any]] = {"database": DatabaseOptions, "run": RunOptions, "metrics": MetricsOptions}
@@ -609,7 +583,10 @@ def show_configuration(config: Configuration) -> str:
 
 
 class Name(sql.Identifier):
-    """An identifier inside a statement with parameters, where the driver reads a percent sign as a placeholder."""
+    """An identifier inside a statement with parameters, where the driver reads a percent sign as a placeholder.
+
+    Such a statement is executed with parameters, `{}` if it has none.
+    """
 
     def as_bytes(self, context: Any = None) -> bytes:
         return super().as_bytes(context).replace(b"%", b"%%")
@@ -679,6 +656,8 @@ class Interrupts:
         """From now on the server has so many seconds; 0 for no limit. After a signal its alarm stands instead."""
         if not self.requested:
             signal.setitimer(signal.ITIMER_REAL, seconds)
+            if self.requested:  # just then, and its alarm was replaced
+                signal.setitimer(signal.ITIMER_REAL, self.GRACE)
 
     @contextlib.contextmanager
     def wait(self, *, urgent: bool = False) -> Iterator[None]:
@@ -720,28 +699,17 @@ def cancel(connection: psycopg.Connection[Any]) -> None:
 # Planner settings for statements that walk: with them the index or the page range is the only plan left, whatever the
 # statistics of yesterday say. JIT costs more than it saves here, parallel workers would count a page range twice over.
 WALKING = {
-    "enable_seqscan": "off",
-    "enable_bitmapscan": "off",
-    "enable_sort": "off",
-    "enable_indexscan": "on",
-    "enable_tidscan": "on",
-    "enable_incremental_sort": "on",
-    "enable_nestloop": "on",
-    "enable_hashjoin": "on",
-    "enable_mergejoin": "off",
-    "enable_hashagg": "on",
-    "enable_material": "on",
+    **dict.fromkeys(("enable_seqscan", "enable_bitmapscan", "enable_sort", "enable_mergejoin"), "off"),
+    **dict.fromkeys(("enable_indexscan", "enable_tidscan", "enable_incremental_sort", "enable_nestloop"), "on"),
+    **dict.fromkeys(("enable_hashjoin", "enable_hashagg", "enable_material"), "on"),
     "plan_cache_mode": "force_custom_plan",
     "work_mem": "16MB",
 }
 # For the survey, which reads a whole table once: references are followed by key, never by hashing a table per step.
 # The generous memory only keeps the planner from giving up hashing for the sets of row addresses.
 SURVEYING = {
-    "enable_seqscan": "on",
-    "enable_indexscan": "on",
-    "enable_nestloop": "on",
-    "enable_hashjoin": "off",
-    "enable_mergejoin": "off",
+    **dict.fromkeys(("enable_seqscan", "enable_indexscan", "enable_nestloop"), "on"),
+    **dict.fromkeys(("enable_hashjoin", "enable_mergejoin"), "off"),
     "work_mem": "1GB",
 }
 
@@ -777,6 +745,12 @@ class Transaction:
     def execute(self, query: Query, parameters: Mapping[str, Any] | None = None) -> psycopg.Cursor[Any]:
         self.interrupts.expect_answer(self.seconds)
         return self.connection.execute(query, parameters)
+
+    def row(self, query: Query, parameters: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
+        """The one row of a statement that always has one."""
+        row: tuple[Any, ...]
+        (row,) = self.execute(query, parameters).fetchall()
+        return row
 
 
 class Session:
@@ -820,7 +794,7 @@ class Session:
 
         `tell` is called before another try, once for each new reason.
         """
-        pause, told = 1.0, ""
+        pause, told = 1.0, set()
         while True:
             try:
                 return self.connect()
@@ -828,8 +802,8 @@ class Session:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise
-                if error.message != told:
-                    told = error.message
+                if error.message not in told:
+                    told.add(error.message)
                     tell(error)
             self.interrupts.pause(min(pause, left))
             pause = min(pause * 2, self.LONGEST_PAUSE)
@@ -974,10 +948,13 @@ FOREIGN_KEY = ("23503", "23001")  # 23001 is how PostgreSQL 18 reports RESTRICT
 PUBLIC_CLASSES = {"08", "0A", "25", "26", "28", "3D", "3F", "40", "42", "53", "54", "55", "57", "58"}
 
 
+def verdict_of(state: str) -> Verdict:
+    return VERDICTS.get(state) or VERDICTS.get(state[:2]) or Verdict.FAIL
+
+
 def judge(error: psycopg.Error) -> Verdict:
     """What an error calls for, whether the server sent it or the driver found the connection lost."""
-    state = error.sqlstate or type(error).__name__
-    verdict = VERDICTS.get(state) or VERDICTS.get(state[:2]) or Verdict.FAIL
+    verdict = verdict_of(error.sqlstate or type(error).__name__)
     # in a function, that is a trigger, only what a retry cures is about anything but the row
     curable = (Verdict.RETRY, Verdict.SMALLER)
     return Verdict.ISOLATE if error.diag.context and verdict not in curable else verdict
@@ -1021,9 +998,10 @@ def public_name(diag: psycopg.errors.Diagnostic, name: str | None) -> str | None
     return name if not diag.context or diag.source_function in CHECKS else None
 
 
-def policy_failure(error: psycopg.Error) -> PolicyFailedError:
-    """The server's error as a policy's failure."""
-    return PolicyFailedError(describe(error), error.sqlstate)
+def failure_of(error: psycopg.Error) -> PolicyFailedError | RunFailedError:
+    """The server's error as a policy's failure, or the run's where no policy can go on."""
+    failure = RunFailedError if judge(error) is Verdict.FAIL_RUN else PolicyFailedError
+    return failure(describe(error), error.sqlstate)
 
 
 # ── Findings ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -1051,218 +1029,149 @@ class Rule:
 
 
 ERROR, WARNING, INFO = Severity
+FAILURES = {"": PolicyFailedError, "RunFailedError": RunFailedError, "UnavailableError": UnavailableError}
+# A code, its severity, of an error the SQLSTATE and what fails if not the policy; what to say; and what to do.
+RULE = re.compile(
+    r"^(\w+) (\w+)(?: ([0-9A-Z]{5}))?(?: ([A-Z]\w+Error))?\n    (.+?)\n    -> (.+?)(?=\n\w|\Z)", re.M | re.S
+)
 RULES = {
-    # of the configuration, the server and the role
-    "configuration": Rule(ERROR, "{problem}", "correct the configuration", None, ConfigurationError),
-    "unreachable": Rule(ERROR, "{problem}", "see that the server runs and database.conninfo is right"),
-    "server_too_old": Rule(
-        ERROR,
-        "the server is older than PostgreSQL 14, which this program needs",
-        "upgrade the server",
-        None,
-        UnavailableError,
-    ),
-    "not_primary": Rule(
-        ERROR,
-        "the server is not the primary: it is a standby, in recovery",
-        "point database.conninfo at the primary",
-        "25006",
-        UnavailableError,
-    ),
-    "read_only": Rule(
-        ERROR,
-        "the server is read-only: default_transaction_read_only is on, by {source}",
-        "make it writable again; an administrator or a full disk may have made it so",
-        "25006",
-        UnavailableError,
-    ),
-    "clock_skew": Rule(
-        ERROR,
-        "clock skew: the database says {database}, this machine {machine}, more than database.max_clock_skew"
-        " ({allowed}) apart; nothing is deleted",
-        "set the clocks right",
-        None,
-        RunFailedError,
-    ),
-    "keys_off": Rule(
-        ERROR,
-        "foreign keys and triggers are off for the role {role}: session_replication_role is replica",
-        "ALTER ROLE {role} IN DATABASE {database} SET session_replication_role = origin",
-        None,
-        RunFailedError,
-    ),
-    "idle_timeout": Rule(
-        WARNING,
-        "the server ends sessions that are idle for {timeout}, and run.pause is {pause}: each batch connects anew",
-        "ALTER ROLE {role} IN DATABASE {database} SET idle_session_timeout = 0",
-    ),
-    # of a policy's table
-    "table_missing": Rule(
-        ERROR,
-        "table {table} does not exist in the database {database}",
-        "correct policy.{policy}.table or database.conninfo",
-        "42P01",
-    ),
-    "not_a_table": Rule(ERROR, "{table} is {kind}, not an ordinary table", "name the table itself", "42809"),
-    "partitioned": Rule(
-        ERROR,
-        "{table} is {kind}, not an ordinary table",
-        "partitions and inheriting tables are not purged by this version",
-        "42809",
-    ),
-    "column_missing": Rule(ERROR, 'table {table} has no column "{column}"', "correct policy.{policy}.{key}", "42703"),
-    "age_type": Rule(
-        ERROR,
-        'column "{column}" of {table} is {type}; it must be timestamptz, timestamp or date',
-        "correct policy.{policy}.{key}",
-        "42804",
-    ),
-    "value_type": Rule(
-        ERROR,
-        'column "{column}" of {table} is {type}, policy.{policy}.only gives {given}',
-        "{accepted}",
-        "42804",
-    ),
-    "value_impossible": Rule(
-        ERROR, 'column "{column}" of {table} is {type} and cannot be {value}', "correct policy.{policy}.only{labels}"
-    ),
-    "parent_without_key": Rule(
-        ERROR,
-        'policy.{policy}.parent_column "{column}" of {table} has no foreign key, and the table no single-column primary'
-        " key that it could name",
-        "add one of the two, or leave parent_column out",
-    ),
-    "parent_type": Rule(
-        ERROR,
-        'policy.{policy}.parent_column "{column}" of {table} is {type}, and the primary key "{key}" is {key_type}',
-        "correct policy.{policy}.parent_column",
-        "42804",
-    ),
-    "cascade": Rule(
-        ERROR,
-        "deleting from {table} would also delete or change rows of {tables} (a foreign key with a delete action)",
-        "if that is meant, set policy.{policy}.allow_cascade = true",
-    ),
-    "cascade_into_policy": Rule(
-        WARNING,
-        "deleting from {table} takes rows of {other} along, whatever policy.{others} would keep of them",
-        "make the foreign key {constraint} ON DELETE RESTRICT, or be sure that it is meant",
-    ),
-    "privilege_missing": Rule(
-        ERROR, "permission denied: the role {role} lacks {privileges} on {table}", "{sql}", "42501"
-    ),
-    "row_security": Rule(
-        ERROR,
-        "row-level security of {table} applies to the role {role} and would hide rows from it",
-        "ALTER ROLE {role} BYPASSRLS",
-        "42501",
-    ),
-    "delete_rule": Rule(
-        ERROR, "the rule {rule} on {table} rewrites every DELETE", "ALTER TABLE {sql} DISABLE RULE {rule}", "0A000"
-    ),
-    "delete_trigger": Rule(
-        WARNING,
-        "the trigger {trigger} on {table} runs before each row is deleted, and can refuse or cancel that",
-        "see that it lets old rows go",
-    ),
-    "replica_identity": Rule(
-        ERROR,
-        "{table} is published by {publication} and has no replica identity, so that the server refuses every DELETE",
-        "ALTER TABLE {sql} REPLICA IDENTITY FULL, or add a primary key",
-        "55000",
-    ),
-    "delete_refused": Rule(ERROR, "the server refuses every DELETE from {table}: {problem}", "see what it says"),
-    "reference_unreadable": Rule(
-        WARNING,
-        "the role {role} cannot read {child}, whose foreign key {constraint} may hold rows of {table}: they are found"
-        " by trying, one by one",
-        "{sql}",
-    ),
-    "reference_unindexed": Rule(
-        WARNING,
-        "{columns} of {child}, by which rows refer to others ({constraint}), has no index: all of {child} is read for"
-        " each row or batch that goes",
-        "{sql}",
-    ),
-    "age_unindexed": Rule(
-        INFO,
-        'column "{column}" of {table} has no index that a run could follow, so it reads the whole table, page by page',
-        "{sql}, or leave it so where that is quick enough",
-    ),
-    "age_without_zone": Rule(
-        INFO,
-        'column "{column}" of {table} is {type} and is taken as UTC',
-        "see that the service writes UTC",
-    ),
-    # of its rows
-    "rows_unknown": Rule(
-        WARNING,
-        "the rows of {table} could not be looked at: {problem}",
-        "if it is a time-out, raise run.max_run_duration",
-    ),
-    "age_missing": Rule(
-        WARNING,
-        'rows of {table} whose "{column}" is NULL, so that this policy never reaches them: {count}',
-        "fill the column in and set it NOT NULL, or delete these rows by hand",
-    ),
-    "age_implausible": Rule(
-        WARNING,
-        'rows of {table} whose "{column}" is before the year 2000, so that they count as old and would go: {count}',
-        "if such a value means something else, correct it",
-    ),
-    "age_in_future": Rule(
-        WARNING,
-        'rows of {table} whose "{column}" lies in the future: {count}',
-        "see that the service writes UTC and that its clock is right",
-    ),
-    "value_unused": Rule(
-        WARNING, 'no row of {table} has "{column}" = {value}', "see that policy.{policy}.only has it right"
-    ),
-    "within_lifetime": Rule(
-        WARNING,
-        'rows of {table} that would go while their "{column}" still lies ahead, so that a token which is used again is'
-        " not recognized any more: {count}",
-        "keep them until they have expired: expiry_column with grace",
-    ),
-    # of a run
-    "deletes_cancelled": Rule(
-        ERROR,
-        "claimed {count}, deleted 0: the database reports no error and keeps the rows",
-        "look for a BEFORE DELETE trigger on {table}",
-    ),
-    "table_changed": Rule(
-        ERROR,
-        "triggers or foreign keys on {table} were changed while the run was on it",
-        "none is needed: the next run judges the table anew",
-    ),
-    "cutoff_jumped": Rule(
-        ERROR,
-        "the cutoff moved forward from {before} to {after}, by {moved}, while {elapsed} passed since the last run;"
-        " nothing is deleted",
-        "check policy.{policy} and the clocks; if it is meant, run {command}",
-    ),
-    # of the schedule, where systemd is there
-    "schedule_unknown": Rule(INFO, "systemd does not tell about {unit}: {problem}", "run systemctl status {unit}"),
-    "timer_missing": Rule(
-        WARNING,
-        "{unit} is not enabled ({state}), so that systemd starts no run",
-        "systemctl enable --now {unit}",
-    ),
-    "timer_outside_window": Rule(
-        WARNING,
-        "{unit} may start a run at {when}, outside run.night_window_utc ({window}): that run would do nothing",
-        "change OnCalendar= of the timer, or run.night_window_utc",
-    ),
-    "timer_period": Rule(
-        WARNING,
-        "{unit} lets up to {gap} pass between two runs, run.retention_interval is {interval}",
-        "change OnCalendar= of the timer and run.retention_interval together",
-    ),
-    "start_timeout": Rule(
-        WARNING,
-        "systemd ends {unit} after {timeout} (TimeoutStartSec=), run.max_run_duration is {budget}",
-        "set NotifyAccess=main, or a longer TimeoutStartSec=",
-    ),
+    code: Rule(Severity(severity), one_line(sentence), one_line(remedy), state or None, FAILURES[failure or ""])
+    for code, severity, state, failure, sentence, remedy in RULE.findall("""\
+configuration error
+    {problem}
+    -> correct the configuration
+unreachable error UnavailableError
+    {problem}
+    -> see that the server runs and database.conninfo is right
+server_too_old error UnavailableError
+    the server is older than PostgreSQL 14, which this program needs
+    -> upgrade the server
+not_primary error 25006 UnavailableError
+    the server is not the primary: it is a standby, in recovery
+    -> point database.conninfo at the primary
+read_only error 25006 UnavailableError
+    the server is read-only: default_transaction_read_only is on, by {source}
+    -> make it writable again; an administrator or a full disk may have made it so
+clock_skew error RunFailedError
+    clock skew: the database says {database}, this machine {machine}, more than database.max_clock_skew
+        ({allowed}) apart; nothing is deleted
+    -> set the clocks right
+keys_off error RunFailedError
+    foreign keys and triggers are off for the role {role}: session_replication_role is replica
+    -> ALTER ROLE {role} IN DATABASE {database} SET session_replication_role = origin
+idle_timeout warning
+    the server ends sessions that are idle for {timeout}, and run.pause is {pause}: each batch connects anew
+    -> ALTER ROLE {role} IN DATABASE {database} SET idle_session_timeout = 0
+table_missing error 42P01
+    table {table} does not exist in the database {database}
+    -> correct policy.{policy}.table or database.conninfo
+not_a_table error 42809
+    {table} is {kind}, not an ordinary table
+    -> name the table itself
+partitioned error 42809
+    {table} is {kind}, not an ordinary table
+    -> partitions and inheriting tables are not purged by this version
+column_missing error 42703
+    table {table} has no column "{column}"
+    -> correct policy.{policy}.{key}
+age_type error 42804
+    column "{column}" of {table} is {type}; it must be timestamptz, timestamp or date
+    -> correct policy.{policy}.{key}
+value_type error 42804
+    column "{column}" of {table} is {type}, policy.{policy}.only gives {given}
+    -> {accepted}
+value_impossible error
+    column "{column}" of {table} is {type} and cannot be {value}
+    -> correct policy.{policy}.only{labels}
+parent_without_key error
+    policy.{policy}.parent_column "{column}" of {table} has no foreign key, and the table no single-column
+        primary key that it could name
+    -> add one of the two, or leave parent_column out
+parent_type error 42804
+    policy.{policy}.parent_column "{column}" of {table} is {type}, and the primary key "{key}" is {key_type}
+    -> correct policy.{policy}.parent_column
+cascade error
+    deleting from {table} would also delete or change rows of {tables} (a foreign key with a delete action)
+    -> if that is meant, set policy.{policy}.allow_cascade = true
+cascade_into_policy warning
+    deleting from {table} takes rows of {other} along, whatever policy.{others} would keep of them
+    -> make the foreign key {constraint} ON DELETE RESTRICT, or be sure that it is meant
+privilege_missing error 42501
+    permission denied: the role {role} lacks {privileges} on {table}
+    -> {sql}
+row_security error 42501
+    row-level security of {table} applies to the role {role} and would hide rows from it
+    -> ALTER ROLE {role} BYPASSRLS
+delete_rule error 0A000
+    the rule {rule} on {table} rewrites every DELETE
+    -> ALTER TABLE {sql} DISABLE RULE {rule}
+delete_trigger warning
+    the trigger {trigger} on {table} runs before each row is deleted, and can refuse or cancel that
+    -> see that it lets old rows go
+replica_identity error 55000
+    {table} is published by {publication} and has no replica identity, so that the server refuses every DELETE
+    -> ALTER TABLE {sql} REPLICA IDENTITY FULL, or add a primary key
+delete_refused error
+    the server refuses every DELETE from {table}: {problem}
+    -> see what it says
+reference_unreadable warning
+    the role {role} cannot read {child}, whose foreign key {constraint} may hold rows of {table}: they are found
+        by trying, one by one
+    -> {sql}
+reference_unindexed warning
+    {columns} of {child}, by which rows refer to others ({constraint}), has no index: all of {child} is read for
+        each row or batch that goes
+    -> {sql}
+age_unindexed info
+    column "{column}" of {table} has no index that a run could follow, so it reads the whole table, page by page
+    -> {sql}, or leave it so where that is quick enough
+age_without_zone info
+    column "{column}" of {table} is {type} and is taken as UTC
+    -> see that the service writes UTC
+not_examined warning
+    {table} could not be looked at: {problem}
+    -> try again when nobody has it locked; where reading takes too long, raise run.max_run_duration
+age_missing warning
+    rows of {table} whose "{column}" is NULL, so that this policy never reaches them: {count}
+    -> fill the column in and set it NOT NULL, or delete these rows by hand
+age_implausible warning
+    rows of {table} whose "{column}" is before the year 2000, so that they count as old and would go: {count}
+    -> if such a value means something else, correct it
+age_in_future warning
+    rows of {table} whose "{column}" lies in the future: {count}
+    -> see that the service writes UTC and that its clock is right
+value_unused warning
+    no row of {table} has "{column}" = {value}
+    -> see that policy.{policy}.only has it right
+within_lifetime warning
+    rows of {table} that would go while their "{column}" still lies ahead, so that a token which is used again
+        is not recognized any more: {count}
+    -> keep them until they have expired: expiry_column with grace
+deletes_cancelled error
+    claimed {count}, deleted 0: the database reports no error and keeps the rows
+    -> look for a BEFORE DELETE trigger on {table}
+table_changed error
+    triggers or foreign keys on {table} were changed while the run was on it
+    -> none is needed: the next run judges the table anew
+cutoff_jumped error
+    the cutoff moved forward from {before} to {after}, by {moved}, while {elapsed} passed since the last run;
+        nothing is deleted
+    -> check policy.{policy} and the clocks; if it is meant, run {command}
+schedule_unknown info
+    systemd does not tell about {unit}: {problem}
+    -> run systemctl status {unit}
+timer_missing warning
+    {unit} is not enabled ({state}), so that systemd starts no run
+    -> systemctl enable --now {unit}, unless cron or another machine starts them
+timer_outside_window warning
+    {unit} may start a run at {when}, outside run.night_window_utc ({window}): that run would do nothing
+    -> change OnCalendar= of the timer, or run.night_window_utc
+timer_period warning
+    {unit} lets up to {gap} pass between two runs, run.retention_interval is {interval}
+    -> change OnCalendar= of the timer and run.retention_interval together
+start_timeout warning
+    systemd ends {unit} after {timeout} (TimeoutStartSec=), run.max_run_duration is {budget}
+    -> set NotifyAccess=main, or a longer TimeoutStartSec=""")
 }
 
 
@@ -1287,18 +1196,12 @@ class Finding:
     def severity(self) -> Severity:
         return RULES[self.code].severity
 
-    def failure(self) -> RetentionError:
+    def failure(self, more: str = "") -> RetentionError:
         """The error that it is in a run."""
-        return RULES[self.code].failure(f"{self.message}; {self.remedy}", self.sqlstate)
+        return RULES[self.code].failure(f"{self.message}; {self.remedy}{more}", self.sqlstate)
 
     def json(self) -> dict[str, str | None]:
-        return {
-            "policy": self.policy,
-            "severity": self.severity.value,
-            "code": self.code,
-            "message": self.message,
-            "remedy": self.remedy,
-        }
+        return {key: getattr(self, key) for key in ("policy", "severity", "code", "message", "remedy")}
 
 
 # ── What the database says of a table ─────────────────────────────────────────────────────────────────────────────────
@@ -1356,17 +1259,14 @@ class Table:
         return cutoff.astimezone(UTC).replace(tzinfo=None).isoformat()
 
 
+# Whatever else a relation may be (an index, a sequence) is "no table".
 KINDS_OF_RELATION = {
     "v": "a view",
     "m": "a materialized view",
     "f": "a foreign table",
-    "p": "a partitioned table",
     "S": "a sequence",
+    "p": "a partitioned table",
     "r": "a parent of inheriting tables",
-    "i": "an index",
-    "I": "an index",
-    "c": "a composite type",
-    "t": "a TOAST table",
 }
 AGE_TYPES = {1184: "timestamptz", 1114: "timestamp", 1082: "date"}  # fixed type oids of pg_catalog
 # Of `only`: the type of the values in the file, and the SQL type to compare them in.
@@ -1374,7 +1274,8 @@ COMPARED = {16: (bool, "boolean"), 20: (int, "bigint"), 21: (int, "bigint"), 23:
 INTEGER_BITS = {20: 64, 21: 16, 23: 32}
 
 # Foreign keys into a table are triggers on it, too: what its deletes set off is the same as long as this number is.
-TRIGGERS = "COALESCE((SELECT sum(g.oid::bigint) FROM pg_catalog.pg_trigger g WHERE g.tgrelid = %(oid)s::oid), 0)::text"
+TRIGGERS = """COALESCE((SELECT sum(pg_catalog.hashtextextended(g.oid::text || g.tgenabled::text, 0))
+    FROM pg_catalog.pg_trigger g WHERE g.tgrelid = %(oid)s::oid), 0)::text"""
 RELATION = """
 SELECT c.oid::bigint, c.relkind::text, c.relispartition,
        EXISTS (SELECT FROM pg_catalog.pg_inherits i WHERE i.inhparent = c.oid), current_user::text
@@ -1507,10 +1408,8 @@ class Inspection:
     def failure(self) -> RetentionError:
         """The error that the policy has in a run; there is more in `--check` if there is more."""
         errors = [finding for finding in self.findings if finding.severity is ERROR]
-        failure = errors[0].failure()
-        if len(errors) > 1:
-            failure.message += f" ({len(errors) - 1} more: {PROGRAM} --check)"
-        return failure
+        more = f" ({len(errors) - 1} more: {PROGRAM} --check)" if len(errors) > 1 else ""
+        return errors[0].failure(more)
 
 
 def inspect(session: Session, policy: Policy, policies: Sequence[Policy]) -> Inspection:
@@ -1665,7 +1564,8 @@ class Inspector:
             if own and direct:
                 own_action |= not refuses
             elif not refuses:
-                cascades[child] = name, action
+                if action == "c" or child not in cascades:
+                    cascades[child] = name, action
             elif direct and not readable:  # such rows are found by isolation
                 cures = [
                     (schema_hidden, f"GRANT USAGE ON SCHEMA {quoted(schema)} TO {self.role}"),
@@ -1769,67 +1669,78 @@ class Walk:
     """How a pass goes through a table: in the order of an index on age, or by ranges of pages.
 
     With references the walk goes from new to old, because a chain's children are as a rule newer than their parents,
-    and then goes in one pass; without, from old to new.
+    and then goes in one pass; without, from old to new. `parts` are what statements of the walk are made of, by the
+    names of their places.
     """
 
     name: str  # as the log calls it: index or pages
     descending: bool
-    ahead: sql.Composed  # t lies in the walk's range and beyond its position
-    horizon: sql.Composed  # the row at which a batch ends even if it is not full
-    within: sql.Composed  # t lies no further than that
-    order: sql.Composed
-    up_to_last: sql.Composed  # t lies at or before the last row that was claimed
-    passed: sql.Composed  # t was walked over before this batch
+    parts: dict[str, sql.Composable]
 
 
 NOWHERE = "SELECT NULL::{type} AS age, NULL::tid AS tid WHERE false"
-HORIZON = """
-    SELECT t.{age} AS age, t.ctid AS tid FROM ONLY {table} t WHERE {ahead} AND t.{age} < %(bound)s::{type}
-    ORDER BY {order} OFFSET %(scan)s::bigint - 1 LIMIT 1"""
-# What differs between the walks, as SQL: `ahead`, `horizon`, `within`, `order`, `up_to_last` (asked of ascending walks
-# only) and `passed` (of descending ones only). An index serves a comparison of rows by its leading column, and has ties
-# in the order of the heap; ranges of pages are TID range scans. Where `only` may leave out most of the rows, a batch
-# along an index reads %(scan)s of them at most.
+# What differs between the walks; each may name those before it. An index serves a comparison of rows by its leading
+# column, and has ties in the order of the heap; ranges of pages are TID range scans. Where `only` may leave out most of
+# the rows, a batch along an index reads %(scan)s of them at most.
+#   ahead       t lies in the walk's range and beyond its position
+#   horizon     the row at which a batch ends even if it is not full
+#   within      t lies no further than that
+#   up_to_last  t lies at or before the last row that was claimed (ascending walks only)
+#   passed      t was walked over before this batch (descending walks only)
 WALKS = {
-    "index": (
-        "(t.{age}, t.ctid) {beyond} (%(age)s::{type}, %(tid)s::tid)",
-        "{horizon}",
-        "(t.{age}, t.ctid) {up_to} (COALESCE((SELECT age FROM horizon), {end}),"
+    "index": {
+        "ahead": "(t.{age}, t.ctid) {beyond} (%(age)s::{type}, %(tid)s::tid)",
+        "order": "t.{age} {direction}, t.ctid {direction}",
+        "horizon": """
+    SELECT t.{age} AS age, t.ctid AS tid FROM ONLY {table} t WHERE {ahead} AND t.{age} < %(bound)s::{type}
+    ORDER BY {order} OFFSET %(scan)s::bigint - 1 LIMIT 1""",
+        "within": "(t.{age}, t.ctid) {up_to} (COALESCE((SELECT age FROM horizon), {end}),"
         " COALESCE((SELECT tid FROM horizon), {end_tid}))",
-        "t.{age} {direction}, t.ctid {direction}",
-        "(t.{age}, t.ctid) <= (COALESCE((SELECT age FROM last), %(bound)s::{type}),"
+        "up_to_last": "(t.{age}, t.ctid) <= (COALESCE((SELECT age FROM last), %(bound)s::{type}),"
         " COALESCE((SELECT tid FROM last), '(4294967295,65535)'))",
-        "(t.{age}, t.ctid) >= (%(age)s::{type}, %(tid)s::tid)",
-    ),
-    "pages": (
-        "t.ctid {beyond} %(tid)s::tid AND t.ctid {within} %(edge)s::tid",
-        NOWHERE,
-        "true",
-        "t.ctid {direction}",
-        "t.ctid <= COALESCE((SELECT tid FROM last), %(edge)s::tid)",
-        "t.ctid >= %(tid)s::tid",
-    ),
+        "passed": "(t.{age}, t.ctid) >= (%(age)s::{type}, %(tid)s::tid)",
+    },
+    "pages": {
+        "ahead": "t.ctid {beyond} %(tid)s::tid AND t.ctid {short_of} %(edge)s::tid",
+        "order": "t.ctid {direction}",
+        "horizon": NOWHERE,
+        "within": "true",
+        "up_to_last": "t.ctid <= COALESCE((SELECT tid FROM last), %(edge)s::tid)",
+        "passed": "t.ctid >= %(tid)s::tid",
+    },
 }
+# The fields of `Batch` that the two kinds of batch have in common.
+RESULT = """(SELECT count(*) FROM gone) AS deleted,
+       (SELECT age::text FROM last) AS last_age,
+       (SELECT tid::text FROM last) AS last_tid,
+       CASE WHEN (SELECT count(*) FROM gone) > 0 THEN pg_current_xact_id()::text END AS xid,
+       (SELECT tid::text FROM gone LIMIT 1) AS gone_tid,
+       (SELECT age::text FROM gone LIMIT 1) AS gone_age,
+       ARRAY (SELECT tid::text FROM claim WHERE NOT %(delete)s::boolean) AS locked,
+       {unchanged} AS unchanged"""
 
 
 def walk_of(table: Table, name: str) -> Walk:
-    descending = bool(table.references)
+    down = bool(table.references)
     parts: dict[str, sql.Composable] = {
         "age": Name(table.age),
         "table": relation(table.name),
         "type": sql.SQL(table.age_type),
-        "beyond": sql.SQL("<" if descending else ">"),
-        "within": sql.SQL(">=" if descending else "<"),
-        "up_to": sql.SQL(">=" if descending else "<="),
-        "end": sql.SQL(("'-infinity'" if descending else "%(bound)s") + f"::{table.age_type}"),
-        "end_tid": sql.SQL("'(0,0)'" if descending else "'(4294967295,65535)'"),
-        "direction": sql.SQL("DESC" if descending else "ASC"),
+        "selected": selected(table),
+        "rule": predicate(table),
+        "rule_in_order": predicate(table, ordered=name == "index"),
+        "unchanged": unchanged(table),
+        "beyond": sql.SQL("<" if down else ">"),
+        "short_of": sql.SQL(">=" if down else "<"),
+        "up_to": sql.SQL(">=" if down else "<="),
+        "end": sql.SQL(("'-infinity'" if down else "%(bound)s") + f"::{table.age_type}"),
+        "end_tid": sql.SQL("'(0,0)'" if down else "'(4294967295,65535)'"),
+        "direction": sql.SQL("DESC" if down else "ASC"),
     }
-    ahead, horizon, within, order, up_to_last, passed = WALKS[name]
-    parts["ahead"], parts["order"] = sql.SQL(ahead).format(**parts), sql.SQL(order).format(**parts)
-    parts["horizon"] = sql.SQL(HORIZON if table.only else NOWHERE).format(**parts)
-    rest = (sql.SQL(text).format(**parts) for text in (horizon, within, order, up_to_last, passed))
-    return Walk(name, descending, sql.SQL(ahead).format(**parts), *rest)
+    texts = WALKS[name] if table.only else {**WALKS[name], "horizon": NOWHERE}
+    for place, text in {**texts, "nowhere": NOWHERE, "result": RESULT}.items():
+        parts[place] = sql.SQL(text).format(**parts)
+    return Walk(name, down, parts)
 
 
 def predicate(table: Table, alias: str = "t", policy: str = "", *, ordered: bool = False) -> sql.Composed:
@@ -1915,26 +1826,14 @@ def parents_of(table: Table, row: str, condition: sql.Composable) -> sql.Compose
     return sql.SQL(" UNION ALL ").join([none, *branches])
 
 
-def batch_result(table: Table) -> sql.Composed:
-    """The fields of `Batch` that the two kinds of batch have in common."""
-    return sql.SQL("""(SELECT count(*) FROM gone) AS deleted,
-       (SELECT age::text FROM last) AS last_age,
-       (SELECT tid::text FROM last) AS last_tid,
-       CASE WHEN (SELECT count(*) FROM gone) > 0 THEN pg_current_xact_id()::text END AS xid,
-       (SELECT tid::text FROM gone LIMIT 1) AS gone_tid,
-       (SELECT age::text FROM gone LIMIT 1) AS gone_age,
-       ARRAY (SELECT tid::text FROM claim WHERE NOT %(delete)s::boolean) AS locked,
-       {unchanged} AS unchanged""").format(unchanged=unchanged(table))
-
-
-def simple_batch(table: Table, walk: Walk) -> sql.Composed:
+def simple_batch(walk: Walk) -> sql.Composed:
     """Claim and delete where nothing refers to the rows. By the walk's index or page range; locks what it claims."""
     return sql.SQL("""
 WITH horizon AS MATERIALIZED (
     {horizon}
 ), claim AS MATERIALIZED (
     SELECT t.ctid AS tid, t.{age} AS age FROM ONLY {table} t
-    WHERE {ahead} AND {within} AND {predicate}
+    WHERE {ahead} AND {within} AND {rule_in_order}
     ORDER BY {order} LIMIT %(limit)s::bigint
     FOR UPDATE SKIP LOCKED
 ), last AS MATERIALIZED (
@@ -1946,48 +1845,29 @@ WITH horizon AS MATERIALIZED (
     WHERE t.ctid = ANY (ARRAY (SELECT tid FROM claim WHERE %(delete)s::boolean AND {unchanged}))
     RETURNING t.ctid AS tid, t.{age} AS age
 )
-SELECT (SELECT count(*) FROM ONLY {table} t WHERE {ahead} AND {up_to_last} AND {predicate}) AS looked,
+SELECT (SELECT count(*) FROM ONLY {table} t WHERE {ahead} AND {up_to_last} AND {rule_in_order}) AS looked,
        0::bigint AS held,
        (SELECT count(*) FROM claim) AS claimed,
        '{{}}'::text[] AS freed,
        '{{}}'::bigint[] AS held_by,
        {result}
-""").format(
-        unchanged=unchanged(table),
-        result=batch_result(table),
-        age=Name(table.age),
-        table=relation(table.name),
-        horizon=walk.horizon,
-        ahead=walk.ahead,
-        within=walk.within,
-        predicate=predicate(table, ordered=walk.name == "index"),
-        order=walk.order,
-        up_to_last=walk.up_to_last,
-    )
+""").format(**walk.parts)
 
 
-def walked(table: Table, walk: Walk) -> sql.Composed:
+def walked(walk: Walk) -> sql.Composed:
     """The next rows of the walk. By its index or page range; locks nothing."""
     return sql.SQL("""horizon AS MATERIALIZED (
     {horizon}
 ), look AS MATERIALIZED (
     SELECT {selected} FROM ONLY {table} t
-    WHERE {ahead} AND {within} AND {predicate}
+    WHERE {ahead} AND {within} AND {rule_in_order}
     ORDER BY {order} LIMIT %(limit)s::bigint
-)""").format(
-        horizon=walk.horizon,
-        selected=selected(table),
-        table=relation(table.name),
-        ahead=walk.ahead,
-        within=walk.within,
-        predicate=predicate(table, ordered=walk.name == "index"),
-        order=walk.order,
-    )
+)""").format(**walk.parts)
 
 
-def passed(table: Table, walk: Walk) -> sql.Composed:
+def passed(walk: Walk) -> sql.Composed:
     """t is a row of the policy that lies behind the walk; put so that no index but that of its key fits."""
-    return sql.SQL("{} AND ({}) IS TRUE").format(predicate(table), walk.passed)
+    return sql.SQL("{} AND ({}) IS TRUE").format(walk.parts["rule"], walk.parts["passed"])
 
 
 def climbed(table: Table, walk: Walk) -> sql.Composed:
@@ -2001,22 +1881,16 @@ def climbed(table: Table, walk: Walk) -> sql.Composed:
         )
         for reference in table.references
     )
-    condition = sql.SQL("{} AND {} = 1").format(passed(table, walk), referrers)
+    condition = sql.SQL("{} AND {} = 1").format(passed(walk), referrers)
     return sql.SQL("""horizon AS MATERIALIZED (
     {nowhere}
 ), climb AS (
-    SELECT {selected} FROM ONLY {table} t WHERE t.ctid = ANY (%(seeds)s::tid[]) AND {predicate}
+    SELECT {selected} FROM ONLY {table} t WHERE t.ctid = ANY (%(seeds)s::tid[]) AND {rule}
     UNION
     SELECT p.* FROM climb c CROSS JOIN LATERAL ({parents}) p
 ), look AS MATERIALIZED (
     SELECT * FROM climb LIMIT %(limit)s::bigint
-)""").format(
-        nowhere=sql.SQL(NOWHERE).format(type=sql.SQL(table.age_type)),
-        selected=selected(table),
-        table=relation(table.name),
-        predicate=predicate(table),
-        parents=parents_of(table, "c", condition),
-    )
+)""").format(**walk.parts, parents=parents_of(table, "c", condition))
 
 
 def named_inside(table: Table) -> sql.Composed:
@@ -2082,7 +1956,7 @@ WITH RECURSIVE {look}, edge AS MATERIALIZED (
     SELECT tid FROM look EXCEPT SELECT tid FROM held
 ), claim AS MATERIALIZED (
     SELECT t.ctid AS tid FROM ONLY {table} t
-    WHERE t.ctid = ANY (ARRAY (SELECT tid FROM free)) AND {predicate}
+    WHERE t.ctid = ANY (ARRAY (SELECT tid FROM free)) AND {rule}
       AND (%(locked)s::tid[] IS NULL OR t.ctid = ANY (%(locked)s::tid[]))
     FOR UPDATE SKIP LOCKED
 ), kept (tid) AS (
@@ -2110,15 +1984,11 @@ SELECT (SELECT count(*) FROM look) AS looked,
        ARRAY (SELECT DISTINCT held_by::bigint FROM counted WHERE held_by IS NOT NULL) AS held_by,
        {result}
 """).format(
-        unchanged=unchanged(table),
-        result=batch_result(table),
+        **walk.parts,
         look=look,
         named_inside=named_inside(table),
         named_outside=named_outside(table),
-        table=relation(table.name),
-        predicate=predicate(table),
-        selected=selected(table),
-        parents=parents_of(table, "g", passed(table, walk)),
+        parents=parents_of(table, "g", passed(walk)),
     )
 
 
@@ -2318,7 +2188,7 @@ class Log:
                     print(f"[{moment}] [{event.level.name}] {message} {pairs}", file=self.stream, flush=True)
 
     def is_writable(self) -> bool:
-        """Wait for whoever reads the stream, a pager for example; False once the run is to stop and nobody does."""
+        """Wait for whoever reads the stream, a pager for example; False once the run must end and nobody does."""
         try:
             number = self.stream.fileno()
         except (AttributeError, io.UnsupportedOperation):
@@ -2451,14 +2321,14 @@ class Batch:
 
 @dataclass(slots=True)
 class Tally:
-    """What one pass over the table found: its rows of the policy are deleted, held, undeletable or left."""
+    """What one pass over the table found: its rows of the policy are deleted, blocked, undeletable or left."""
 
     deleted: int = 0
-    held: int = 0
+    blocked: int = 0
     undeletable: int = 0
     left: int = 0
     missed: int = 0  # of left: claimed, and not deleted all the same
-    blocked: int = 0  # of held: found by isolation, the referring rows being hidden from us
+    unseen: int = 0  # of blocked: found by isolation, the referring rows being hidden from us
 
     def add(self, batch: Batch, *, climbing: bool, refused: str | None = None) -> None:
         """Add what a batch did; `refused` ("blocked" or "undeletable") is why its one claimed row was not deleted.
@@ -2466,7 +2336,7 @@ class Tally:
         A row that is climbed to was walked over before, as held: of 10 climbed to and 8 deleted, 2 are held still.
         """
         stays = batch.looked - batch.held - batch.deleted
-        self.held += batch.held - (batch.looked if climbing else 0)
+        self.blocked += batch.held - (batch.looked if climbing else 0)
         self.deleted += batch.deleted
         if refused is None:
             self.left += stays
@@ -2474,8 +2344,8 @@ class Tally:
             return
         self.left += stays - batch.claimed  # other sessions have these locked
         if refused == "blocked":
-            self.held += batch.claimed
             self.blocked += batch.claimed
+            self.unseen += batch.claimed
         else:
             self.undeletable += batch.claimed
 
@@ -2627,10 +2497,10 @@ class Phase:
         self.by_pages = by_pages
         self.walk = walk_of(self.table, "pages" if by_pages else "index")
         if self.table.references:
-            self.walk_statement = closed_batch(self.table, self.walk, walked(self.table, self.walk))
+            self.walk_statement = closed_batch(self.table, self.walk, walked(self.walk))
             self.climb_statement = closed_batch(self.table, self.walk, climbed(self.table, self.walk))
         else:
-            self.walk_statement = self.climb_statement = simple_batch(self.table, self.walk)
+            self.walk_statement = self.climb_statement = simple_batch(self.walk)
         self.tally = Tally()
         self.seeds = {}
         self.position: AlongIndex | AcrossPages | None = None
@@ -2642,8 +2512,8 @@ class Phase:
             " CASE WHEN c.reltuples > 0 AND c.relpages > 0 THEN c.reltuples::float8 / c.relpages ELSE 50 END"
             " FROM pg_class c WHERE c.oid = %(oid)s::oid"
         ).format(sql.SQL(SHAPE))
-        with self.session.transaction(snapshot=True) as connection:
-            row = connection.execute(query, {"oid": self.table.oid}).fetchone()
+        with self.session.transaction(snapshot=True) as transaction:
+            row = transaction.execute(query, {"oid": self.table.oid}).fetchone()
         if row is None:
             raise PolicyFailedError(f"table {self.table.name} does not exist any more", "42P01")
         self.file, self.pages, rows_per_page = row
@@ -2662,7 +2532,7 @@ class Phase:
             tally = self.tally
             fruitless += not tally.deleted
             self.finished = True
-            if fruitless < self.FRUITLESS and (tally.held < 0 or self.reconnected or self.moved()):
+            if fruitless < self.FRUITLESS and (tally.blocked < 0 or self.reconnected or self.moved()):
                 self.reconnected = False  # other sessions, or a fail-over, brought old rows behind the walk
             elif not tally.left:
                 return "drained"
@@ -2690,13 +2560,12 @@ class Phase:
         ).format(shape=sql.SQL(SHAPE), table=relation(self.table.name), predicate=predicate(self.table))
         parameters = {**parameters_of(self.table, self.bound), "oid": self.table.oid, "end": f"({self.pages},0)"}
         try:
-            with self.session.transaction(WALKING, snapshot=True) as connection:
-                row = connection.execute(query, parameters).fetchone()
+            with self.session.transaction(WALKING, snapshot=True) as transaction:
+                row = transaction.row(query, parameters)
         except psycopg.Error as error:
-            if judge(error) is Verdict.RECONNECT:
-                return True  # the next pass connects again
+            if judge(error) in (Verdict.RECONNECT, Verdict.RETRY, Verdict.SMALLER):
+                return True  # the next pass meets it, and knows what to do
             raise
-        assert row is not None
         return bool(row[0] != self.file or row[1])
 
     def one_pass(self) -> str | None:
@@ -2762,12 +2631,10 @@ class Phase:
         statement = self.climb_statement if seeds else self.walk_statement
 
         def ask(**changed: object) -> Batch:
-            row = connection.execute(statement, {**parameters, **changed}).fetchone()
-            assert row is not None
-            return Batch(*row)
+            return Batch(*transaction.row(statement, {**parameters, **changed}))
 
         self.in_doubt = None
-        with self.session.transaction(WALKING, schema=self.table.name.schema) as connection:
+        with self.session.transaction(WALKING, schema=self.table.name.schema) as transaction:
             if self.table.own_action and delete:
                 # A child that was committed after the statement began would not be seen, and go along with its parent.
                 # So lock first, which keeps new children out, and look again in a statement that sees what came before.
@@ -2782,13 +2649,11 @@ class Phase:
     def recover(self, error: psycopg.Error, seeds: list[str]) -> tuple[Batch, str | None] | None:
         """Do what the error calls for: None to try again, a batch with the reason why its one row stays, or raise."""
         verdict = judge(error)
-        failure = policy_failure(error)
+        failure = failure_of(error)
         if error.diag.context and self.failures >= self.RETRIES_IN_TRIGGER and self.suspects < self.SUSPECTS:
             verdict = Verdict.ISOLATE
             self.suspects += self.limit == 1
-        elif verdict is Verdict.FAIL_RUN:
-            raise RunFailedError(failure.message, failure.sqlstate) from None
-        elif verdict is Verdict.FAIL or self.failures >= self.RETRIES:
+        elif verdict in (Verdict.FAIL, Verdict.FAIL_RUN) or self.failures >= self.RETRIES:
             raise failure from None
         elif self.is_readable_key(error) and self.failures == 0:
             verdict = Verdict.RETRY
@@ -2840,7 +2705,7 @@ class Phase:
             self.refusal = self.refusal or failure
         return batch, refused
 
-    def reconnect(self, failure: PolicyFailedError) -> tuple[Batch, None] | None:
+    def reconnect(self, failure: RetentionError) -> tuple[Batch, None] | None:
         """Connect again; the batch whose COMMIT was cut off, if it went through.
 
         Even after a signal one try is made, to settle the doubt. If it cannot be, `deleted` is not known.
@@ -2860,7 +2725,7 @@ class Phase:
                 if self.limits.interrupts.requested:
                     raise StoppedError from None
                 message = error.message if isinstance(error, UnavailableError) else describe(error)
-                if error.sqlstate and VERDICTS.get(error.sqlstate[:2]) is Verdict.FAIL_RUN:
+                if verdict_of(error.sqlstate or "") is Verdict.FAIL_RUN:
                     raise RunFailedError(f"{failure.message}; then {message}", error.sqlstate) from None
                 if time.monotonic() > end:
                     raise PolicyFailedError(f"{failure.message}; then {message}", failure.sqlstate) from None
@@ -2877,16 +2742,16 @@ class Phase:
             "SELECT NOT EXISTS (SELECT FROM ONLY {} t WHERE t.ctid = %(gone_tid)s::tid AND t.{} = %(gone_age)s::{})"
         ).format(relation(self.table.name), Name(self.table.age), sql.SQL(self.table.age_type))
         try:
-            with self.session.transaction(snapshot=True) as connection:
-                row = connection.execute(status, {"xid": batch.xid}).fetchone()
+            with self.session.transaction(snapshot=True) as transaction:
+                row = transaction.row(status, {"xid": batch.xid})
         except psycopg.errors.InvalidParameterValue:  # in the future: lost with what followed it, in a fail-over
             return False
         if row == ("in progress",):
             raise UnavailableError("the COMMIT of a batch is still under way")
         if row != ("committed",):
             return False
-        with self.session.transaction(snapshot=True) as connection:
-            found = connection.execute(witness, {"gone_tid": batch.gone_tid, "gone_age": batch.gone_age}).fetchone()
+        with self.session.transaction(snapshot=True) as transaction:
+            found = transaction.row(witness, {"gone_tid": batch.gone_tid, "gone_age": batch.gone_age})
         return found == (True,)
 
     def count_rest(self, timeout: dt.timedelta) -> None:
@@ -2894,12 +2759,11 @@ class Phase:
 
         Raises psycopg.Error when it does not.
         """
-        with self.session.transaction(SURVEYING, snapshot=True, timeout=timeout) as connection:
-            row = connection.execute(survey([self.table]), parameters_of(self.table, self.bound, "p0_")).fetchone()
-        assert row is not None
+        with self.session.transaction(SURVEYING, snapshot=True, timeout=timeout) as transaction:
+            row = transaction.row(survey([self.table]), parameters_of(self.table, self.bound, "p0_"))
         found, held = row
         # rows found by isolation are known to the tally alone
-        held, undeletable = held + self.tally.blocked, self.tally.undeletable
+        held, undeletable = held + self.tally.unseen, self.tally.undeletable
         self.tally = Tally(0, held, undeletable, max(0, found - held - undeletable))
 
 
@@ -2940,7 +2804,7 @@ def properties(unit: str, *names: str) -> dict[str, list[str]]:
 def time_span(text: str) -> dt.timedelta:
     """A time span as systemd prints it, such as `1min 30s`; the longest there is for `infinity`."""
     match = re.search(r"s: (\d+)$", systemd("systemd-analyze", "timespan", text), re.MULTILINE)
-    return min(dt.timedelta(microseconds=int(match[1])), dt.timedelta.max) if match else dt.timedelta.max
+    return dt.timedelta(microseconds=int(match[1])) if match else dt.timedelta.max
 
 
 def elapses(expression: str, count: int) -> list[dt.datetime]:
@@ -3090,11 +2954,10 @@ def round_down(duration: dt.timedelta) -> dt.timedelta:
 def read_clock(session: Session, allowed: dt.timedelta) -> tuple[dt.datetime, list[Finding]]:
     """The database's time, once a run, and that this machine's differs by more than `allowed` if it does."""
     query = """SELECT to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US')"""
-    with session.transaction(snapshot=True) as connection:
+    with session.transaction(snapshot=True) as transaction:
         before = dt.datetime.now(UTC)
-        row = connection.execute(query).fetchone()
+        row = transaction.row(query)
         after = dt.datetime.now(UTC)
-    assert row is not None
     now = dt.datetime.fromisoformat(row[0]).replace(tzinfo=UTC)
     skew = max(before - now, now - after, ZERO)
     if skew <= allowed:
@@ -3109,6 +2972,7 @@ SOURCES = {
     "database": "a setting of the database",
     "user": "a setting of the role",
     "database user": "a setting of the role in this database",
+    "client": "PGOPTIONS or database.conninfo",
 }
 
 
@@ -3123,8 +2987,7 @@ def judge_server(session: Session, pause: dt.timedelta | None) -> list[Finding]:
        (SELECT setting::bigint FROM pg_settings WHERE name = 'idle_session_timeout'),
        current_user::text, current_database()::text"""
     with session.transaction(snapshot=True) as transaction:
-        row = transaction.execute(query).fetchone()
-    assert row is not None
+        row = transaction.row(query)
     in_recovery, read_only, keys_off, idle_timeout, role, database = row
     names = {"role": quoted(role), "database": quoted(database)}
     found = []
@@ -3155,21 +3018,21 @@ class Job:
     config: Configuration
     policies: tuple[Policy, ...]
     log: Log
-    interrupts: Interrupts
     session: Session
     scheduled: bool
     started: float  # monotonic seconds
     window_end: float  # monotonic seconds; infinite outside scheduled runs
 
     @property
-    def budget_end(self) -> float:
-        return self.started + self.config.run.max_run_duration.total_seconds()
+    def end(self) -> float:
+        """When the budget is spent, or the window closes: monotonic seconds."""
+        return min(self.started + self.config.run.max_run_duration.total_seconds(), self.window_end)
 
 
 def connect(job: Job) -> None:
     """Connect; a scheduled run keeps trying for connect_retry, inside the window and the budget."""
     retry = job.config.database.connect_retry.total_seconds() if job.scheduled else 0.0
-    end = min(job.started + retry, job.budget_end, job.window_end)
+    end = min(job.started + retry, job.end)
     job.session.connect_until(end, job.log.connecting_again)
 
 
@@ -3213,9 +3076,8 @@ def run_phases(job: Job, tables: Sequence[Table | RetentionError], now: dt.datet
     state = State(job.config.metrics.state, job.log)
     failed: RunFailedError | None = None  # what no policy can go on after
     for number, (policy, table) in enumerate(zip(job.policies, tables, strict=True)):
-        remaining = job.budget_end - time.monotonic()
-        share = time.monotonic() + max(0.0, remaining) / (len(tables) - number)
-        limits = Limits(share, job.window_end, job.interrupts)
+        share = time.monotonic() + max(0.0, job.end - time.monotonic()) / (len(tables) - number)
+        limits = Limits(share, job.window_end, job.session.interrupts)
         outcome = run_phase(job, policy, failed or table, now, limits, state)
         failed = failed or (outcome.error if isinstance(outcome.error, RunFailedError) else None)
         result.outcomes.append(outcome)
@@ -3227,13 +3089,13 @@ def inspect_safely(job: Job, policy: Policy) -> Table | RetentionError:
         try:
             if attempt == 2:
                 connect_again(job)
-            inspection = inspect(job.session, policy, job.config.policies)
+            inspection = inspect(job.session, policy, job.config.enabled)
             return inspection.table or inspection.failure()
         except PolicyFailedError as error:
             return error
         except psycopg.Error as error:
             if attempt == 2 or judge(error) is not Verdict.RECONNECT:
-                return policy_failure(error)
+                return failure_of(error)
     raise AssertionError
 
 
@@ -3284,7 +3146,7 @@ def run_phase(
     except (PolicyFailedError, RunFailedError) as error:
         outcome.error = judge_anew(job, policy, error) if phase else error
     except psycopg.Error as error:
-        outcome.error = policy_failure(error)
+        outcome.error = failure_of(error)
     if phase:
         outcome.deleted = phase.deleted
         outcome.error = outcome.error or phase.refusal
@@ -3299,7 +3161,7 @@ def connect_again(job: Job) -> None:
     """Replace a lost connection; PolicyFailedError if that takes too long."""
     job.session.close()
     try:
-        end = min(time.monotonic() + Phase.RECONNECT_FOR, job.budget_end, job.window_end)
+        end = min(time.monotonic() + Phase.RECONNECT_FOR, job.end)
         job.session.connect_until(end, job.log.connecting_again)
     except UnavailableError as error:
         raise PolicyFailedError(error.message, error.sqlstate) from None
@@ -3316,8 +3178,8 @@ def count_what_stays(phase: Phase, outcome: Outcome) -> None:
         except (psycopg.Error, StoppedError):
             return
     tally = phase.tally
-    outcome.blocked, outcome.undeletable = tally.held, tally.undeletable
-    outcome.backlog = tally.held + tally.undeletable + tally.left
+    outcome.blocked, outcome.undeletable = tally.blocked, tally.undeletable
+    outcome.backlog = tally.blocked + tally.undeletable + tally.left
 
 
 def report_phase(job: Job, outcome: Outcome, seconds: float, blockers: set[str]) -> None:
@@ -3359,6 +3221,8 @@ def dry_run(job: Job) -> Result:
     result = Result(job.log.job_run_id, Exit.OK)
     try:
         connect(job)
+        found = judge_server(job.session, job.config.run.pause)
+        raise_errors([finding for finding in found if finding.code not in ("not_primary", "read_only")])
         result.now, skewed = read_clock(job.session, job.config.database.max_clock_skew)
         raise_errors(skewed)
         foresee_all(job, result.now, result)
@@ -3391,11 +3255,10 @@ def foresee(job: Job, tables: Sequence[Table], now: dt.datetime, outcome: Outcom
     for number, table in enumerate(tables):
         parameters |= parameters_of(table, table.bound(now), f"p{number}_")
     try:
-        with job.session.transaction(SURVEYING, snapshot=True, timeout=job.config.run.max_run_duration) as connection:
-            row = connection.execute(survey(tables), parameters).fetchone()
+        with job.session.transaction(SURVEYING, snapshot=True, timeout=job.config.run.max_run_duration) as transaction:
+            row = transaction.row(survey(tables), parameters)
     except psycopg.Error as error:
-        raise policy_failure(error) from None
-    assert row is not None
+        raise failure_of(error) from None
     found, held = row
     outcome.deleted, outcome.backlog, outcome.blocked = found - held, held, held
 
@@ -3410,14 +3273,18 @@ def check(job: Job) -> list[Finding]:
     now, skewed = read_clock(session, config.database.max_clock_skew)
     findings += skewed
     for policy in job.policies:
-        inspection = inspect(session, policy, config.policies)
-        findings += inspection.findings
-        if inspection.table:
-            try:
+        try:
+            inspection = inspect(session, policy, config.enabled)
+            findings += inspection.findings
+            if inspection.table:
                 findings += examine(job, inspection.table, inspection.lifetime, now)
-            except psycopg.Error as error:
-                names = {"table": policy.table, "problem": describe(error)}
-                findings.append(Finding.of("rows_unknown", policy.name, error.sqlstate, **names))
+        except psycopg.Error as error:
+            problem = describe(error)
+            findings.append(
+                Finding.of("not_examined", policy.name, error.sqlstate, table=policy.table, problem=problem)
+            )
+            if judge(error) in (Verdict.RECONNECT, Verdict.FAIL_RUN):
+                return [*findings, Finding.of("unreachable", None, error.sqlstate, problem=problem)]
     return [*findings, *judge_schedule(config.run)]
 
 
@@ -3437,8 +3304,7 @@ def examine(job: Job, table: Table, lifetime: Column | None, now: dt.datetime) -
         "late": at(now + job.config.database.max_clock_skew),
     }
     with job.session.transaction(SURVEYING, snapshot=True, timeout=job.config.run.max_run_duration) as transaction:
-        row = transaction.execute(census(table, lifetime), parameters).fetchone()
-    assert row is not None
+        row = transaction.row(census(table, lifetime), parameters)
     missing, implausible, future, alive, *used = row
     if missing:
         report("age_missing", count=f"{missing:,}", column=table.age)
@@ -3460,11 +3326,10 @@ def examine(job: Job, table: Table, lifetime: Column | None, now: dt.datetime) -
 # executed: by us, over a connection, or by psql. Each has the comment above what it writes, and is asked once, or for
 # each table, or for each age column of one.
 
-MISSING = "These tables do not exist."
 SETUP = (
     (
         "table",
-        MISSING,
+        "These tables must exist.",
         "SELECT format('SELECT %L::regclass', format('%I.%I', {schema}, {name})) WHERE {table} IS NULL",
     ),
     (
@@ -3524,7 +3389,8 @@ GROUP BY k.conrelid""",
         "Without these indexes PostgreSQL reads the whole referring table for each row that goes. (They are not made\n"
         "inside a transaction.)",
         """SELECT DISTINCT format('CREATE INDEX %sIF NOT EXISTS %I ON %s (%s)',
-    CASE c.relkind WHEN 'p' THEN '' ELSE 'CONCURRENTLY ' END, concat('session_retention_', c.relname, '_', n.plain),
+    CASE c.relkind WHEN 'p' THEN '' ELSE 'CONCURRENTLY ' END,
+    concat('session_retention_', to_hex(hashtext(c.relname || n.quoted)), '_', c.relname, '_', n.plain)::name,
     c.oid::regclass, n.quoted)
 FROM (
     SELECT k.conrelid, k.conkey FROM pg_constraint k
@@ -3543,11 +3409,21 @@ WHERE NOT {child_index}""",
         "age",
         "With these indexes the job reads what has to go, instead of the whole table.",
         """SELECT format('CREATE INDEX CONCURRENTLY IF NOT EXISTS %I ON %s (%I)',
-    concat('session_retention_', c.relname, '_', a.attname), c.oid::regclass, a.attname)
+    concat('session_retention_', to_hex(hashtext(c.relname || a.attname)), '_', c.relname, '_', a.attname)::name,
+    c.oid::regclass, a.attname)
 FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid
 WHERE c.oid = {table} AND a.attname = {age} AND NOT {age_index}
     AND {parent} IS NULL AND NOT EXISTS (  -- chains go as quickly page by page
         SELECT FROM pg_constraint k WHERE k.contype = 'f' AND k.conrelid = c.oid AND k.confrelid = c.oid)""",
+    ),
+    (
+        "table",
+        "These indexes were begun, and not finished.",
+        """SELECT format('REINDEX INDEX CONCURRENTLY %s', i.indexrelid::regclass)
+FROM pg_index i JOIN pg_class x ON x.oid = i.indexrelid
+WHERE NOT i.indisvalid AND x.relkind = 'i' AND starts_with(x.relname, 'session_retention_') AND (
+    i.indrelid = {table} OR EXISTS (
+        SELECT FROM pg_constraint k WHERE k.contype = 'f' AND k.conrelid = i.indrelid AND k.confrelid = {table}))""",
     ),
 )
 # A table is found by its names in the catalog, for which no privilege is needed.
@@ -3582,14 +3458,25 @@ def setup(policies: Sequence[Policy], role: str) -> Iterator[tuple[str, list[sql
         yield comment, queries[:1] if scope == "once" else queries
 
 
+def require_tables(session: Session, policies: Sequence[Policy]) -> None:
+    """RetentionError names every table that does not exist."""
+    missing = []
+    with session.transaction(snapshot=True) as transaction:
+        (database,) = transaction.row("SELECT current_database()")
+        for policy in policies:
+            names = {"schema": policy.table.schema, "name": policy.table.name}
+            if not transaction.execute(RELATION.encode(), names).fetchall():
+                missing.append(Finding.of("table_missing", policy.name, table=policy.table, database=database))
+    if missing:
+        raise RetentionError("; ".join(f"{finding.message}; {finding.remedy}" for finding in missing))
+
+
 def print_sql(arguments: argparse.Namespace) -> Exit:
     """What a DBA runs once for the enabled policies: from the catalog, or without a connection as queries for psql."""
     password, config = prepare(arguments)
-    policies = [policy for policy in config.policies if policy.enabled]
     role = str(psycopg.conninfo.conninfo_to_dict(config.database.conninfo).get("user") or USER)
     lines = []
-    with Interrupts(final=arguments.final) as interrupts:
-        session = Session(config.database, password, interrupts)
+    with opened(arguments, config, password) as session:
         try:
             session.connect()
         except UnavailableError as error:
@@ -3597,21 +3484,19 @@ def print_sql(arguments: argparse.Namespace) -> Exit:
             lines.append("-- So run it with psql, which executes what each query returns: psql -d DATABASE -f FILE")
             lines.append("\\set ON_ERROR_STOP on")
         try:
-            for comment, queries in setup(policies, role):
+            if session.connection:
+                require_tables(session, config.enabled)
+            for comment, queries in setup(config.enabled, role):
                 if session.connection is None:
                     statements = [f"{query.as_string(None)}\n\\gexec" for query in queries]
                 else:
                     with session.transaction(snapshot=True) as transaction:
                         rows = [row for query in queries for row in transaction.execute(query)]
                     statements = [f"{row[0]};" for row in dict.fromkeys(rows)]
-                    if comment == MISSING and statements:
-                        raise RetentionError(f"{comment} Correct the policies: {' '.join(statements)}")
                 if statements:
                     lines += ["", *(f"-- {line}" for line in comment.splitlines()), *statements]
         except psycopg.Error as error:
-            raise policy_failure(error) from None
-        finally:
-            session.close()
+            raise failure_of(error) from None
     write_result("\n".join(["-- To be run once, by a superuser, in the database of the tables.", *lines]))
     return Exit.OK
 
@@ -3656,7 +3541,7 @@ def read_credential() -> str | None:
 
 def choose_policies(config: Configuration, wanted: Sequence[str]) -> tuple[Policy, ...]:
     """The enabled policies in the order of the file, or those of them that are wanted."""
-    enabled = {policy.name: policy for policy in config.policies if policy.enabled}
+    enabled = {policy.name: policy for policy in config.enabled}
     for name in wanted:
         if name not in enabled:
             raise UsageError(f"--policy {name}: no enabled policy of that name; there is {', '.join(enabled)}")
@@ -3670,8 +3555,20 @@ def prepare(arguments: argparse.Namespace) -> tuple[str | None, Configuration]:
     return password, read_configuration(arguments.config)
 
 
+@contextlib.contextmanager
+def opened(arguments: argparse.Namespace, config: Configuration, password: str | None) -> Iterator[Session]:
+    """A session, not connected yet, that is closed at the end; signals end its work meanwhile."""
+    with (
+        Interrupts(final=arguments.final) as interrupts,
+        contextlib.closing(Session(config.database, password, interrupts)) as session,
+    ):
+        yield session
+
+
 def run_command(arguments: argparse.Namespace) -> Exit:
     """A scheduled run, --once or --dry-run."""
+    if arguments.final:
+        end_early(Exit.OK)  # a run that has not begun ends well
     started = time.monotonic()
     log = Log(str(uuid.uuid4()), sys.stderr if arguments.json else sys.stdout, arguments.verbose)
     scheduled = arguments.verb == "scheduled"
@@ -3679,8 +3576,8 @@ def run_command(arguments: argparse.Namespace) -> Exit:
         password, config = prepare(arguments)
         policies = choose_policies(config, arguments.policy)
     except ConfigurationError as error:
-        for _, text in error.problems:
-            print(f"{PROGRAM}: {text}", file=sys.stderr)
+        for line in error.lines:
+            print(f"{PROGRAM}: {line}", file=sys.stderr)
         if arguments.verb != "dry-run":
             log.emit(JOB_FAILED, "job failed", ERROR=error.message)
         if arguments.json:
@@ -3693,14 +3590,10 @@ def run_command(arguments: argparse.Namespace) -> Exit:
             log.emit(JOB_SKIPPED, "outside the night window", NIGHT_WINDOW_UTC=config.run.night_window_utc)
             return Exit.OK
         window_end = started + remaining.total_seconds()
-    with Interrupts(final=arguments.final) as interrupts:
-        log.stopping = lambda: interrupts.requested
-        session = Session(config.database, password, interrupts)
-        job = Job(config, policies, log, interrupts, session, scheduled, started, window_end)
-        try:
-            result = dry_run(job) if arguments.verb == "dry-run" else run(job)
-        finally:
-            session.close()
+    with opened(arguments, config, password) as session:
+        job = Job(config, policies, log, session, scheduled, started, window_end)
+        log.stopping = lambda: session.interrupts.requested or time.monotonic() >= job.end
+        result = dry_run(job) if arguments.verb == "dry-run" else run(job)
     if arguments.verb == "dry-run":  # which is not logged
         for _, message in result.errors:
             print(f"{PROGRAM}: {message}", file=sys.stderr)
@@ -3717,14 +3610,9 @@ def check_command(arguments: argparse.Namespace) -> Exit:
     try:
         password, config = prepare(arguments)
         policies = choose_policies(config, arguments.policy)
-        with Interrupts(final=arguments.final) as interrupts:
-            session = Session(config.database, password, interrupts)
+        with opened(arguments, config, password) as session:
             log = Log("", sys.stderr, arguments.verbose)
-            job = Job(config, policies, log, interrupts, session, False, time.monotonic(), math.inf)
-            try:
-                findings = check(job)
-            finally:
-                session.close()
+            findings = check(Job(config, policies, log, session, False, time.monotonic(), math.inf))
     except ConfigurationError as error:
         status = Exit.CONFIG
         findings = [Finding.of("configuration", problem=text) for _, text in error.problems]
@@ -3733,7 +3621,7 @@ def check_command(arguments: argparse.Namespace) -> Exit:
         problem = describe(error) if isinstance(error, psycopg.Error) else error.message
         findings = [Finding.of("unreachable", None, error.sqlstate, problem=problem)]
     errors = [finding for finding in findings if finding.severity is ERROR]
-    if any(RULES[finding.code].failure is UnavailableError for finding in errors):
+    if any(RULES[finding.code].failure.exit_status is Exit.UNAVAILABLE for finding in errors):
         status = Exit.UNAVAILABLE
     if arguments.json:
         write_result(json.dumps({"findings": [finding.json() for finding in findings]}, indent=2))
@@ -3785,13 +3673,15 @@ def print_configuration(arguments: argparse.Namespace) -> Exit:
 
 # ── main ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-VERBS: dict[str, Callable[[argparse.Namespace], Exit]] = {
-    "scheduled": run_command,
-    "once": run_command,
-    "dry-run": run_command,
-    "check": check_command,
-    "print-sql": print_sql,
-    "print-config": print_configuration,
+VERBS: dict[str, tuple[Callable[[argparse.Namespace], Exit], str]] = {
+    "once": (run_command, "one run now, night window or not"),
+    "dry-run": (run_command, "what a run would delete now; deletes nothing"),
+    "check": (
+        check_command,
+        "is this configuration safe and fast on this database? each finding with its remedy; changes nothing",
+    ),
+    "print-sql": (print_sql, "the SQL a DBA must run once: role, grants and missing indexes"),
+    "print-config": (print_configuration, "the effective configuration as TOML, secrets masked"),
 }
 DESCRIPTION = """\
 Delete session rows that have outlived their retention from PostgreSQL, in bounded batches.
@@ -3801,7 +3691,7 @@ exit status:
   0   the run ended well: drained, nothing to do, only blocked or locked rows left,
       budget spent, stopped by a signal, or outside the night window
   1   a policy failed (the others still ran; what was committed stays), the clocks disagree,
-      or --check has an error
+      or --check has an error; or another command could not do its work
   2   usage
   69  the database could not be reached, or is not one that can be written to
   78  the configuration is wrong"""
@@ -3816,37 +3706,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_mutually_exclusive_group()
-    for verb, text in {
-        "once": "one run now, night window or not",
-        "dry-run": "what a run would delete now; deletes nothing",
-        "check": "is this configuration safe and fast on this database? each finding with its remedy; changes nothing",
-        "print-sql": "the SQL a DBA must run once: role, grants and missing indexes",
-        "print-config": "the effective configuration as TOML, secrets masked",
-    }.items():
+    for verb, (_, text) in VERBS.items():
         verbs.add_argument(f"--{verb}", dest="verb", action="store_const", const=verb, help=text)
-    parser.add_argument(
-        # absolute: giving up root changes the working directory
-        *("-c", "--config"),
-        metavar="FILE",
-        type=os.path.abspath,
-        default=DEFAULT_CONFIG,
-        help="default %(default)s",
-    )
-    parser.add_argument(
-        "--policy",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="only this policy; repeatable; with a run, --dry-run or --check",
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="the result of --once, --dry-run or --check as JSON on stdout; the log goes to stderr",
-    )
-    parser.add_argument(
-        "-v", "--verbose", action="store_true", help="also log each step of isolating a row that cannot go"
-    )
+    add = parser.add_argument
+    # absolute: giving up root changes the working directory
+    add("-c", "--config", metavar="FILE", type=os.path.abspath, default=DEFAULT_CONFIG, help="default %(default)s")
+    only = "only this policy; repeatable; with a run, --dry-run or --check"
+    add("--policy", metavar="NAME", action="append", default=[], help=only)
+    result = "the result of --once, --dry-run or --check as one JSON object on stdout; the log goes to stderr"
+    add("--json", action="store_true", help=result)
+    add("-v", "--verbose", action="store_true", help="also log each step of isolating a row that cannot go")
     parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
     parser.set_defaults(verb="scheduled")
     arguments = parser.parse_args(argv, argparse.Namespace(final=argv is None))
@@ -3862,25 +3731,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("psycopg").addHandler(logging.NullHandler())  # its warnings may quote the connection
     try:
         arguments = parse_arguments(argv)
-        return VERBS[arguments.verb](arguments)
+        return VERBS.get(arguments.verb, (run_command,))[0](arguments)
     except SystemExit as done:  # argparse
         return int(done.code or 0)
     except StoppedError:  # but a run, which ends well
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return Exit.FAILED
-    except ConfigurationError as error:
-        for _, text in error.problems:
-            print(f"{PROGRAM}: {text}", file=sys.stderr)
-        return Exit.CONFIG
     except RetentionError as error:
-        print(f"{PROGRAM}: {error.message}", file=sys.stderr)
-        return Exit.USAGE if isinstance(error, UsageError) else Exit.FAILED
+        for line in error.lines:
+            print(f"{PROGRAM}: {line}", file=sys.stderr)
+        return error.exit_status
+
+
+def end_early(status: Exit) -> None:
+    """End at once with this status at SIGTERM and SIGINT, until Interrupts takes them over."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(status))
 
 
 def command() -> NoReturn:
     """The entry point: `main`, on streams that can print anything and may be closed under us."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # until a run takes them over there is nothing to end well
-        signal.signal(number, lambda *_: os._exit(Exit.OK))
+    end_early(Exit.FAILED)
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):

@@ -15,7 +15,7 @@ import model
 import psycopg
 import pytest
 import survivors
-from lab import POLICIES, SYSTEMS, Database, Program, Server, clean_environment, configuration
+from lab import POLICIES, SYSTEMS, Database, Program, Result, Server, clean_environment, configuration
 
 ROLE = "session-retention"
 NOBODY = "no-privileges"
@@ -65,6 +65,19 @@ def bare(server: Server, new_database: Callable[[], Database]) -> Iterator[Calla
         connection.execute(f'DROP ROLE IF EXISTS "{ROLE}"; DROP ROLE "{NOBODY}"')
 
 
+def written(
+    program: Program, database: Database, way: str, policies: dict[str, dict[str, Any]] | None = None, user: str = ""
+) -> Result:
+    """What the program says where it is to write SQL in that way; `user` is what conninfo has of one."""
+    login = WAYS[way]
+    host = database.server.directory if login else program.directory / "nobody"
+    conninfo = f"host={host} dbname={database.name}{user and f' user={user}'}"
+    with pytest.MonkeyPatch.context() as environment:
+        if login:
+            environment.setenv("PGUSER", login)
+        return program.inside(configuration(conninfo, policies), "--print-sql")
+
+
 def print_sql(
     program: Program,
     database: Database,
@@ -73,13 +86,11 @@ def print_sql(
     *,
     user: str = "",
 ) -> str:
-    """The SQL, written in that way; `user` is what conninfo has of one."""
-    login = WAYS[way]
-    host = database.server.directory if login else program.directory / "nobody"
-    conninfo = f"host={host} dbname={database.name}{user and f' user={user}'}"
-    result = program(configuration(conninfo, policies), "--print-sql", env={"PGUSER": login} if login else None)
+    """The SQL, written in that way."""
+    result = written(program, database, way, policies, user)
     assert (result.returncode, result.stderr) == (0, "")
-    assert ("\\gexec" in result.stdout, "without a connection" in result.stdout) == (login is None, login is None)
+    offline = WAYS[way] is None
+    assert ("\\gexec" in result.stdout, "without a connection" in result.stdout) == (offline, offline)
     return result.stdout
 
 
@@ -268,51 +279,92 @@ def test_written_and_executed_a_second_time_it_changes_nothing(
     assert re.findall("^CREATE", again, flags=re.MULTILINE) == []
 
 
-@pytest.mark.parametrize("there", [False, True], ids=["new role", "role there before"])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_same_file_executed_twice_does_no_harm(
-    way: str, there: bool, bare: Callable[[], Database], program: Program
-) -> None:
-    """The second time psql may say that the role is there, but nothing is made twice."""
+def test_the_same_file_executed_twice_does_no_harm(way: str, bare: Callable[[], Database], program: Program) -> None:
+    """The second time psql may say that the role or an index is there, but nothing is made twice or left out."""
     database = bare()
-    database.execute("DROP INDEX identity.ix_refresh_sessions_parent_session_id")
-    if there:
-        database.execute(f'CREATE ROLE "{ROLE}" LOGIN')
+    database.execute(HOLDS)
+    database.execute("DROP INDEX identity.ix_refresh_sessions_parent_session_id, identity.ix_sicr_created_at")
     text = print_sql(program, database, way)
     apply(database, text)
     first = state(database)
-    psql(database, text)
+    done = psql(database, text, stop=False)
     assert state(database) == first
+    said = [line for line in done.stderr.splitlines() if not line.endswith("already exists, skipping")]
+    role = [] if WAYS[way] is None else [f'role "{ROLE}" already exists']
+    assert (done.returncode, [line.partition("ERROR:  ")[2] for line in said]) == (0, role)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("table", ["identity.sessions", '"Identity".refresh_sessions', '"it\'s \\"'])
 def test_a_table_that_does_not_exist_is_an_error_of_psql(
-    table: str, way: str, bare: Callable[[], Database], program: Program
+    table: str, bare: Callable[[], Database], program: Program
 ) -> None:
-    """Whoever mistyped a name sees it in psql, which ends with an error, before anything is granted."""
+    """Whoever mistyped a name sees it in psql, which ends with an error, before anything is granted or created.
+
+    So it does without the option that the DBA may not know of.
+    """
     database = bare()
     before = state(database)
     policies = {"sicr": POLICIES["sicr"], "refresh": {**POLICIES["refresh"], "table": table}}
-    done = psql(database, print_sql(program, database, way, policies))
+    text = print_sql(program, database, "without a connection", policies)
+    assert "psql -d DATABASE -f FILE" in text
+    done = psql(database, text, stop=False)
     assert done.returncode == 3
     assert "does not exist" in done.stderr
     assert table.split(".")[-1].strip('"') in done.stderr
     assert state(database) == before
 
 
-def test_the_advised_command_stops_at_a_table_that_does_not_exist(
-    bare: Callable[[], Database], program: Program
+@pytest.mark.parametrize("login", [way for way, login in WAYS.items() if login])
+def test_tables_that_do_not_exist_are_named_where_there_is_a_connection(
+    login: str, bare: Callable[[], Database], program: Program
 ) -> None:
-    """Without the option that the DBA may not know of: an error, and nothing has been granted or created."""
+    """Exit 1, one line that names each of them as the configuration does, and nothing that might be executed."""
+    missing = ["identity.sessions", '"Identity".refresh_sessions', '"it\'s \\"', "public.tokens"]
+    policies = {"sicr": POLICIES["sicr"]}
+    policies |= {f"p{number}": {**POLICIES["sicr"], "table": table} for number, table in enumerate(missing)}
+    result = written(program, bare(), login, policies)
+    assert (result.returncode, result.stdout, len(result.stderr.splitlines())) == (1, "", 1)
+    assert [table for table in missing if table not in result.stderr] == []
+    assert "sign_in_confirmation_requests" not in result.stderr
+
+
+@pytest.mark.parametrize("way", ["without a connection", "as a superuser"])
+def test_every_index_is_made_however_alike_the_names_are(
+    way: str, bare: Callable[[], Database], program: Program
+) -> None:
+    """Names too long for PostgreSQL to keep, and names that look alike when joined: no index is taken for another."""
+    long = "sign_in_confirmation_requests_that_were_kept_for_audit"
+    policies = {"tokens": POLICIES["tokens_expired"]}
     database = bare()
-    before = state(database)
-    policies = {"refresh": {**POLICIES["refresh"], "table": "identity.sessions"}}
-    text = print_sql(program, database, "without a connection", policies)
-    assert "psql -d DATABASE -f FILE" in text
-    done = psql(database, text, stop=False)
-    assert state(database) == before
-    assert done.returncode == 3
+    database.execute(f"""
+        CREATE TABLE {long} (requested bigint REFERENCES refresh_tokens, used bigint REFERENCES refresh_tokens);
+        CREATE TABLE holds (of_request bigint REFERENCES refresh_tokens);
+        CREATE TABLE holds_of (request bigint REFERENCES refresh_tokens);
+    """)
+    psql(database, print_sql(program, database, way, policies))
+    check = program.inside(configuration(database.conninfo, policies), "--check", "--json")
+    found = [finding["message"] for finding in check.json["findings"] if finding["code"] == "reference_unindexed"]
+    assert (check.returncode, found) == (0, [])
+
+
+@pytest.mark.parametrize("way", ["without a connection", "as a superuser"])
+def test_an_index_that_was_not_finished_is_made_when_it_is_executed_again(
+    way: str, bare: Callable[[], Database], program: Program
+) -> None:
+    """What a time-out has left behind of CREATE INDEX CONCURRENTLY, an invalid index, is not taken for the index."""
+    policies = {"tokens": POLICIES["tokens_expired"]}
+    database = bare()
+    database.execute("DROP INDEX ix_refresh_tokens_expires_at")
+    text = print_sql(program, database, way, policies)
+    with database.connect(autocommit=False) as elsewhere:
+        elsewhere.execute("LOCK TABLE refresh_tokens IN ROW EXCLUSIVE MODE")
+        interrupted = psql(database, f"SET lock_timeout = '200ms';\n{text}")
+    assert (interrupted.returncode, "lock timeout" in interrupted.stderr) == (3, True)
+    psql(database, print_sql(program, database, way, policies))
+    check = program.inside(configuration(database.conninfo, policies), "--check", "--json")
+    codes = [finding["code"] for finding in check.json["findings"] if not finding["code"].startswith("timer")]
+    assert (check.returncode, codes) == (0, [])
 
 
 def test_chains_need_no_index_on_their_age_though_only_the_foreign_key_tells_of_them(
