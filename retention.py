@@ -127,6 +127,11 @@ class StoppedError(Exception):
     """A signal arrived while the program waited."""
 
 
+def clock() -> float:
+    """Seconds on a clock that nobody sets and that goes on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class SilentServerError(psycopg.OperationalError):
     """The server did not answer when it must have: it, or the network between, has died without a word."""
 
@@ -330,7 +335,7 @@ class TableName:
 def read_conninfo(value: Any) -> str:
     conninfo: str = text_of(value)
     try:
-        port = str(psycopg.conninfo.conninfo_to_dict(conninfo).get("port") or "")
+        given = psycopg.conninfo.conninfo_to_dict(conninfo)
     except psycopg.Error:
         raise ValueError from None  # libpq's own message quotes the string, and a password may be in it
     if conninfo.startswith(("postgresql://", "postgres://")):
@@ -338,7 +343,8 @@ def read_conninfo(value: Any) -> str:
         # host, a port or a database, which messages do show.
         authority, _, rest = conninfo.partition("?")[0].partition("://")[2].partition("/")
         expect(authority.count("@") <= 1 and "@" not in rest)
-    expect(re.fullmatch(r"[0-9,]*", port, re.ASCII) is not None)
+    expect(re.fullmatch(r"[0-9,]*", str(given.get("port") or ""), re.ASCII) is not None)
+    expect(not re.search("=|://", str(given.get("dbname") or "")))  # libpq would take it for a connection string
     return conninfo
 
 
@@ -613,6 +619,7 @@ class Interrupts:
 
     GRACE = 3.0
     PATIENCE = 1.0
+    LAST = 4.9  # seconds after a signal, when the process ends whatever it is blocked in: a name server, a full pipe
 
     def __init__(self, *, final: bool = False) -> None:
         self.final = final  # the process ends after this, and a late signal must not change its exit status
@@ -624,12 +631,27 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         signals = {signal.SIGTERM: self.ask, signal.SIGINT: self.ask, signal.SIGALRM: self.overdue}
         self.before = {number: signal.signal(number, handler) for number, handler in signals.items()}
+        if self.final:
+            read_end, write_end = os.pipe()
+            os.set_blocking(write_end, False)
+            signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+            threading.Thread(target=self.last, args=[read_end], daemon=True).start()
         return self
+
+    def last(self, numbers: int) -> None:
+        """End the process, if it has not ended itself, LAST seconds after the first signal that asks for that."""
+        while not {signal.SIGTERM, signal.SIGINT} & set(os.read(numbers, 64)):
+            pass
+        select.select([], [], [], self.LAST)
+        os._exit(Exit.FAILED)
 
     def __exit__(self, *_exception: object) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self.before.items():
-            signal.signal(number, signal.SIG_IGN if self.final else handler)
+            signal.signal(number, self.too_late if self.final else handler)
+
+    def too_late(self, _number: int, _frame: FrameType | None) -> None:
+        """A signal while the result is written: only `last` heeds it."""
 
     def ask(self, _number: int, _frame: FrameType | None) -> None:
         again, self.requested = self.requested, True
@@ -764,6 +786,7 @@ class Session:
         self.password = password
         self.interrupts = interrupts
         self.connection: psycopg.Connection[Any] | None = None
+        self.process = 0  # of the server, for this connection or the last
 
     def connect(self, *, urgent: bool = False) -> None:
         """Connect, once; UnavailableError says why not."""
@@ -780,7 +803,7 @@ class Session:
                     prepare_threshold=None,  # a prepared statement is lost behind a transaction pooler
                     application_name=PROGRAM,
                     client_encoding="utf8",
-                    connect_timeout=min(self.options.connect_timeout // UNITS["s"], LARGEST),
+                    connect_timeout=min(self.options.connect_timeout // UNITS["s"], LARGEST // 1000),
                     **given,
                 )
         except (psycopg.Error, OSError, UnicodeError) as error:
@@ -788,9 +811,19 @@ class Session:
             lines = dict.fromkeys(str(error).splitlines())  # libpq tries with TLS and without, and says the same twice
             message = f"{one_line(' '.join(lines))} ({', '.join([*where, 'as database.conninfo says'])})"
             raise UnavailableError(self.scrub(message), getattr(error, "sqlstate", None)) from None
+        self.process = self.connection.info.backend_pid
+
+    def connect_in_place_of(self, process: int, *, urgent: bool = False) -> None:
+        """Connect, and end that server process of a connection that was lost, lest it go on to hold rows."""
+        self.connect(urgent=urgent)
+        query = """SELECT pg_terminate_backend(a.pid) FROM pg_stat_activity a
+            WHERE a.pid = %(process)s AND a.usename = current_user AND a.application_name = %(program)s
+                AND a.pid <> pg_backend_pid()"""
+        with self.transaction(snapshot=True) as transaction:
+            transaction.execute(query, {"process": process, "program": PROGRAM})
 
     def connect_until(self, deadline: float, tell: Callable[[UnavailableError], None]) -> None:
-        """Connect, trying again until the deadline (monotonic seconds); the first try is always made.
+        """Connect, trying again until the deadline (seconds of `clock`); the first try is always made.
 
         `tell` is called before another try, once for each new reason.
         """
@@ -799,7 +832,7 @@ class Session:
             try:
                 return self.connect()
             except UnavailableError as error:
-                left = deadline - time.monotonic()
+                left = deadline - clock()
                 if left <= 0:
                     raise
                 if error.message not in told:
@@ -875,7 +908,8 @@ class Session:
         ours = {
             "statement_timeout": limit,
             "lock_timeout": str(min(self.options.lock_timeout // UNITS["ms"], LARGEST)),
-            "idle_in_transaction_session_timeout": limit,  # ends us on the server if this machine dies
+            # ends us on the server if this machine dies; not for a slow network
+            "idle_in_transaction_session_timeout": str(max(int(limit), int(self.SLACK * 1000))),
             "client_connection_check_interval": "1000",
             "row_security": "off",  # an error instead of rows silently hidden
             "synchronous_commit": "local",  # a commit never waits for a standby; deleting again is harmless
@@ -886,6 +920,7 @@ class Session:
             "max_parallel_workers_per_gather": "0",
             "client_min_messages": "error",
             "quote_all_identifiers": "off",
+            "exit_on_error": "off",  # or one row ends the session
             **settings,
         }
         assert self.connection is not None
@@ -960,11 +995,11 @@ def judge(error: psycopg.Error) -> Verdict:
     return Verdict.ISOLATE if error.diag.context and verdict not in curable else verdict
 
 
-def describe(error: psycopg.Error) -> str:
+def describe(error: psycopg.Error, *, triggered: bool = False) -> str:
     """What may be said of a server's error: never DETAIL, and the message only where it cannot quote a row.
 
-    Whatever ran inside a function (it has a context) may quote anything, so there only the names of the condition,
-    the table, the constraint and the function are given.
+    Whatever ran inside a function may quote anything, so there only the names of the condition, the table, the
+    constraint and the function are given. It has a context, but for functions in C: `triggered` says there may be one.
     """
     state, diag = error.sqlstate, error.diag
     if state is None:  # the driver's own; libpq appends the whole of the server's last message to it
@@ -972,7 +1007,7 @@ def describe(error: psycopg.Error) -> str:
             return "the server does not answer, nor does it keep its own time-out"
         lost = isinstance(error, psycopg.OperationalError)
         return "the connection to the server was lost" if lost else type(error).__name__
-    if state[:2] in PUBLIC_CLASSES and not diag.context:
+    if state[:2] in PUBLIC_CLASSES and not diag.context and not triggered:
         return one_line(diag.message_primary or "")
     try:
         condition = psycopg.errors.lookup(state).__name__
@@ -980,7 +1015,7 @@ def describe(error: psycopg.Error) -> str:
         condition = "error"
     table, constraint = public_name(diag, diag.table_name), public_name(diag, diag.constraint_name)
     # the last line is the trigger itself; those before it may quote what a dynamic statement was made of
-    function = re.match(r'PL/\w+ function ([\w.$"]+)\(', (diag.context or "").rpartition("\n")[2])
+    function = re.match(r'(?:\w+ )?PL/\w+ (?:\w+ )?([\w.$"]+)\(', (diag.context or "").rpartition("\n")[2])
     parts = [
         table and f"table {table}",
         constraint and f"constraint {constraint}",
@@ -998,10 +1033,10 @@ def public_name(diag: psycopg.errors.Diagnostic, name: str | None) -> str | None
     return name if not diag.context or diag.source_function in CHECKS else None
 
 
-def failure_of(error: psycopg.Error) -> PolicyFailedError | RunFailedError:
+def failure_of(error: psycopg.Error, *, triggered: bool = False) -> PolicyFailedError | RunFailedError:
     """The server's error as a policy's failure, or the run's where no policy can go on."""
     failure = RunFailedError if judge(error) is Verdict.FAIL_RUN else PolicyFailedError
-    return failure(describe(error), error.sqlstate)
+    return failure(describe(error, triggered=triggered), error.sqlstate)
 
 
 # ── Findings ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -1102,6 +1137,9 @@ privilege_missing error 42501
 row_security error 42501
     row-level security of {table} applies to the role {role} and would hide rows from it
     -> ALTER ROLE {role} BYPASSRLS
+keys_disabled error
+    foreign keys of {table} are switched off (DISABLE TRIGGER), so that nothing would keep rows to which others refer
+    -> ALTER TABLE {sql} ENABLE TRIGGER ALL
 delete_rule error 0A000
     the rule {rule} on {table} rewrites every DELETE
     -> ALTER TABLE {sql} DISABLE RULE {rule}
@@ -1151,7 +1189,7 @@ deletes_cancelled error
     claimed {count}, deleted 0: the database reports no error and keeps the rows
     -> look for a BEFORE DELETE trigger on {table}
 table_changed error
-    triggers or foreign keys on {table} were changed while the run was on it
+    {table}, its triggers, foreign keys or columns were changed while the run was on it
     -> none is needed: the next run judges the table anew
 cutoff_jumped error
     the cutoff moved forward from {before} to {after}, by {moved}, while {elapsed} passed since the last run;
@@ -1239,7 +1277,8 @@ class Table:
     policy: Policy
     name: TableName
     oid: int
-    triggers: str
+    fingerprint: str
+    triggered: bool  # somebody's triggers run when rows are deleted
     age: str
     age_type: str  # timestamptz, timestamp or date
     only: tuple[AllowList, ...]
@@ -1273,9 +1312,17 @@ AGE_TYPES = {1184: "timestamptz", 1114: "timestamp", 1082: "date"}  # fixed type
 COMPARED = {16: (bool, "boolean"), 20: (int, "bigint"), 21: (int, "bigint"), 23: (int, "bigint")}
 INTEGER_BITS = {20: 64, 21: 16, 23: 32}
 
-# Foreign keys into a table are triggers on it, too: what its deletes set off is the same as long as this number is.
-TRIGGERS = """COALESCE((SELECT sum(pg_catalog.hashtextextended(g.oid::text || g.tgenabled::text, 0))
-    FROM pg_catalog.pg_trigger g WHERE g.tgrelid = %(oid)s::oid), 0)::text"""
+# What was judged of a table, found by its name: which table that is, what its deletes set off (foreign keys into it are
+# triggers on it, too), and the columns that the policy goes by. A run deletes only while it is the same.
+FINGERPRINT = """COALESCE((
+    SELECT pg_catalog.concat_ws(' ', c.oid, c.relkind, c.relispartition,
+        EXISTS (SELECT FROM pg_catalog.pg_inherits i WHERE i.inhparent = c.oid),
+        (SELECT pg_catalog.string_agg(pg_catalog.concat(g.oid, g.tgenabled), ',' ORDER BY g.oid)
+         FROM pg_catalog.pg_trigger g WHERE g.tgrelid = c.oid),
+        (SELECT pg_catalog.string_agg(pg_catalog.concat(a.attnum, ':', a.atttypid), ',' ORDER BY a.attnum)
+         FROM pg_catalog.pg_attribute a WHERE a.attrelid = c.oid AND a.attname = ANY (%(judged)s::name[])))
+    FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+    WHERE n.nspname = %(schema)s AND c.relname = %(name)s), '')"""
 RELATION = """
 SELECT c.oid::bigint, c.relkind::text, c.relispartition,
        EXISTS (SELECT FROM pg_catalog.pg_inherits i WHERE i.inhparent = c.oid), current_user::text
@@ -1339,14 +1386,16 @@ WITH RECURSIVE reached AS (
 )
 SELECT k.conname::text, n.nspname::text, c.relname::text, k.confrelid = %(oid)s AS direct, k.conrelid = k.confrelid,
        k.confdeltype::text,
-       ARRAY(SELECT a.attname::text FROM unnest(k.conkey) WITH ORDINALITY AS u (attnum, position)
-             JOIN pg_catalog.pg_attribute a ON a.attrelid = k.conrelid AND a.attnum = u.attnum ORDER BY u.position),
-       ARRAY(SELECT a.attname::text FROM unnest(k.confkey) WITH ORDINALITY AS u (attnum, position)
-             JOIN pg_catalog.pg_attribute a ON a.attrelid = k.confrelid AND a.attnum = u.attnum ORDER BY u.position),
-       ARRAY(SELECT format('OPERATOR(%%I.%%s)', s.nspname, o.oprname)
-             FROM unnest(k.conpfeqop) WITH ORDINALITY AS u (oid, position)
-             JOIN pg_catalog.pg_operator o ON o.oid = u.oid
-             JOIN pg_catalog.pg_namespace s ON s.oid = o.oprnamespace ORDER BY u.position),
+       ARRAY(SELECT ARRAY[x.attname::text, p.attname::text, concat(
+                 CASE WHEN p.attcollation <> x.attcollation THEN 'COLLATE ' || l.oid::pg_catalog.regcollation END,
+                 format(' OPERATOR(%%I.%%s)', s.nspname, o.oprname))]
+             FROM unnest(k.conkey, k.confkey, k.conpfeqop) WITH ORDINALITY AS u (child, parent, equal, position)
+                 JOIN pg_catalog.pg_attribute x ON x.attrelid = k.conrelid AND x.attnum = u.child
+                 JOIN pg_catalog.pg_attribute p ON p.attrelid = k.confrelid AND p.attnum = u.parent
+                 JOIN pg_catalog.pg_operator o ON o.oid = u.equal
+                 JOIN pg_catalog.pg_namespace s ON s.oid = o.oprnamespace
+                 LEFT JOIN pg_catalog.pg_collation l ON l.oid = p.attcollation
+             ORDER BY u.position),
        pg_catalog.row_security_active(k.conrelid), NOT pg_catalog.has_schema_privilege(n.oid, 'USAGE'),
        (SELECT bool_or(NOT pg_catalog.has_column_privilege(k.conrelid, u.attnum, 'SELECT'))
         FROM unnest(k.conkey) AS u (attnum)),
@@ -1373,6 +1422,10 @@ SELECT pg_catalog.row_security_active(c.oid),
        ARRAY(SELECT g.tgname::text FROM pg_catalog.pg_trigger g
              WHERE g.tgrelid = c.oid AND NOT g.tgisinternal AND g.tgenabled IN ('O', 'A') AND g.tgtype & 11 = 11
              ORDER BY 1),
+       EXISTS (SELECT FROM pg_catalog.pg_trigger g
+               WHERE g.tgrelid = c.oid AND NOT g.tgisinternal AND g.tgenabled IN ('O', 'A') AND g.tgtype & 8 = 8),
+       EXISTS (SELECT FROM pg_catalog.pg_trigger g
+               WHERE g.tgrelid = c.oid AND g.tgisinternal AND g.tgenabled IN ('D', 'R')),
        CASE WHEN c.relreplident = 'n' OR c.relreplident <> 'f' AND NOT EXISTS (
                 SELECT FROM pg_catalog.pg_index i
                 WHERE i.indrelid = c.oid AND CASE c.relreplident
@@ -1412,6 +1465,12 @@ class Inspection:
         return errors[0].failure(more)
 
 
+def identity(policy: Policy) -> dict[str, Any]:
+    """The parameters of FINGERPRINT."""
+    judged = [policy.column, *(policy.only or {}), *filter(None, [policy.parent_column])]
+    return {"schema": policy.table.schema, "name": policy.table.name, "judged": judged}
+
+
 def inspect(session: Session, policy: Policy, policies: Sequence[Policy]) -> Inspection:
     """What the catalog says of the policy's table; `policies` are all of them, this one included."""
     with session.transaction(snapshot=True) as transaction:
@@ -1421,7 +1480,7 @@ def inspect(session: Session, policy: Policy, policies: Sequence[Policy]) -> Ins
     if table and not inspector.failed:
         try:
             with session.transaction(snapshot=True) as transaction:
-                transaction.execute(sql.SQL("EXPLAIN DELETE FROM ONLY {} WHERE false").format(relation(table.name)), {})
+                transaction.execute(*explained(table))
         except psycopg.Error as error:
             if judge(error) in (Verdict.RECONNECT, Verdict.FAIL_RUN):
                 raise
@@ -1466,7 +1525,7 @@ class Inspector:
             kind = "a partition" if is_partition else KINDS_OF_RELATION.get(relkind, "no table")
             self.report("partitioned" if is_partition or relkind in "rp" else "not_a_table", kind=kind)
             return None
-        ((triggers,),) = self.ask(f"SELECT {TRIGGERS}")
+        ((fingerprint,),) = self.ask(f"SELECT {FINGERPRINT}", **identity(self.policy))
         self.columns = {row[0]: Column(*row) for row in self.ask(COLUMNS)}
         age = self.age()
         only = [self.allow_list(column, values) for column, values in (self.policy.only or {}).items()]
@@ -1479,14 +1538,15 @@ class Inspector:
             ]
         )
         self.privileges([column for column in reads if column == "ctid" or column in self.columns])
-        self.hindrances()
+        triggered = self.hindrances()
         if age is None or not all(only):
             return None
         return Table(
             policy=self.policy,
             name=self.name,
             oid=self.oid,
-            triggers=triggers,
+            fingerprint=fingerprint,
+            triggered=triggered,
             age=age.name,
             age_type=AGE_TYPES[age.type],
             only=tuple(filter(None, only)),
@@ -1552,8 +1612,9 @@ class Inspector:
         found, own_action = [], False
         cascades: dict[TableName, tuple[str, str]] = {}
         for row in self.ask(REFERENCES):
-            name, schema, relation_name, direct, own, action, columns, keys, operators = row[:9]
-            row_security, schema_hidden, columns_hidden, partitioned, indexed = row[9:]
+            name, schema, relation_name, direct, own, action, pairs = row[:7]
+            row_security, schema_hidden, columns_hidden, partitioned, indexed = row[7:]
+            columns = [pair[0] for pair in pairs]
             child = TableName(schema, relation_name)
             refuses = action in ("a", "r")  # NO ACTION, RESTRICT
             readable = not (row_security or schema_hidden or columns_hidden)
@@ -1575,8 +1636,7 @@ class Inspector:
                 cure = "; ".join(statement for needed, statement in cures if needed)
                 self.report("reference_unreadable", constraint=quoted(name), child=child, sql=cure)
             if direct and (own or (refuses and readable)):
-                pairs = tuple(zip(columns, keys, operators, strict=True))
-                found.append(Reference(name, child, pairs, own, indexed))
+                found.append(Reference(name, child, tuple(map(tuple, pairs)), own, indexed))
         parent = self.policy.parent_column
         if parent and not any(r.own and [pair[0] for pair in r.pairs] == [parent] for r in found):
             found += self.reference_by_key(parent)
@@ -1642,9 +1702,11 @@ class Inspector:
                 return column
         return None
 
-    def hindrances(self) -> None:
-        """What would keep rows from us, or keep them from going."""
-        ((row_security, rule, triggers, publication),) = self.ask(HINDRANCES)
+    def hindrances(self) -> bool:
+        """What would keep rows from us, or keep them from going; whether somebody's triggers see them go."""
+        ((row_security, rule, triggers, triggered, keys_disabled, publication),) = self.ask(HINDRANCES)
+        if keys_disabled:
+            self.report("keys_disabled", sql=self.name.sql)
         if row_security:
             self.report("row_security")
         if rule:
@@ -1653,6 +1715,7 @@ class Inspector:
             self.report("delete_trigger", trigger=quoted(trigger))
         if publication:
             self.report("replica_identity", publication=quoted(publication), sql=self.name.sql)
+        return bool(triggered)
 
 
 def create_index(table: TableName, columns: Sequence[str], *, concurrently: bool = True) -> str:
@@ -1681,7 +1744,8 @@ class Walk:
 NOWHERE = "SELECT NULL::{type} AS age, NULL::tid AS tid WHERE false"
 # What differs between the walks; each may name those before it. An index serves a comparison of rows by its leading
 # column, and has ties in the order of the heap; ranges of pages are TID range scans. Where `only` may leave out most of
-# the rows, a batch along an index reads %(scan)s of them at most.
+# the rows, a batch along an index reads %(scan)s of them at most. Operators on a column are named in full: its type may
+# be a domain, for which anybody could put one of the same name into public.
 #   ahead       t lies in the walk's range and beyond its position
 #   horizon     the row at which a batch ends even if it is not full
 #   within      t lies no further than that
@@ -1689,16 +1753,17 @@ NOWHERE = "SELECT NULL::{type} AS age, NULL::tid AS tid WHERE false"
 #   passed      t was walked over before this batch (descending walks only)
 WALKS = {
     "index": {
-        "ahead": "(t.{age}, t.ctid) {beyond} (%(age)s::{type}, %(tid)s::tid)",
+        "ahead": "(t.{age}, t.ctid) OPERATOR(pg_catalog.{beyond}) (%(age)s::{type}, %(tid)s::tid)",
         "order": "t.{age} {direction}, t.ctid {direction}",
         "horizon": """
-    SELECT t.{age} AS age, t.ctid AS tid FROM ONLY {table} t WHERE {ahead} AND t.{age} < %(bound)s::{type}
+    SELECT t.{age} AS age, t.ctid AS tid FROM ONLY {table} t WHERE {ahead}
+        AND t.{age} OPERATOR(pg_catalog.<) %(bound)s::{type}
     ORDER BY {order} OFFSET %(scan)s::bigint - 1 LIMIT 1""",
-        "within": "(t.{age}, t.ctid) {up_to} (COALESCE((SELECT age FROM horizon), {end}),"
+        "within": "(t.{age}, t.ctid) OPERATOR(pg_catalog.{up_to}) (COALESCE((SELECT age FROM horizon), {end}),"
         " COALESCE((SELECT tid FROM horizon), {end_tid}))",
-        "up_to_last": "(t.{age}, t.ctid) <= (COALESCE((SELECT age FROM last), %(bound)s::{type}),"
+        "up_to_last": "(t.{age}, t.ctid) OPERATOR(pg_catalog.<=) (COALESCE((SELECT age FROM last), %(bound)s::{type}),"
         " COALESCE((SELECT tid FROM last), '(4294967295,65535)'))",
-        "passed": "(t.{age}, t.ctid) >= (%(age)s::{type}, %(tid)s::tid)",
+        "passed": "(t.{age}, t.ctid) OPERATOR(pg_catalog.>=) (%(age)s::{type}, %(tid)s::tid)",
     },
     "pages": {
         "ahead": "t.ctid {beyond} %(tid)s::tid AND t.ctid {short_of} %(edge)s::tid",
@@ -1749,7 +1814,8 @@ def predicate(table: Table, alias: str = "t", policy: str = "", *, ordered: bool
     `policy` is a prefix of the parameters' names, for statements about several policies.
     """
     row = sql.Identifier(alias)
-    old = sql.SQL("{}.{} < " + f"%({policy}bound)s::{table.age_type}").format(row, Name(table.age))
+    older = "{}.{} OPERATOR(pg_catalog.<) " + f"%({policy}bound)s::{table.age_type}"
+    old = sql.SQL(older).format(row, Name(table.age))
     age = old if ordered else sql.SQL("({}) IS TRUE").format(old)
     return sql.SQL("{} AND {}").format(age, allowed(table, alias, policy))
 
@@ -1759,7 +1825,7 @@ def allowed(table: Table, alias: str = "t", policy: str = "") -> sql.Composed:
     row, conditions = sql.Identifier(alias), [sql.SQL("true").format()]
     for number, only in enumerate(table.only):
         cast = "::text" if only.type == "text" else ""
-        condition = f"{cast} = ANY (%({policy}only{number})s::{only.type}[])"
+        condition = f"{cast} OPERATOR(pg_catalog.=) ANY (%({policy}only{number})s::{only.type}[])"
         conditions.append(sql.SQL("({}.{}" + condition + ") IS TRUE").format(row, Name(only.column)))
     return sql.SQL(" AND ").join(conditions)
 
@@ -1771,8 +1837,8 @@ def parameters_of(table: Table, bound: str, policy: str = "") -> dict[str, Any]:
 
 
 def unchanged(table: Table) -> sql.Composed:
-    """The table's triggers and foreign keys are those that were judged; a new one waits for our lock on the table."""
-    return sql.SQL(f"{TRIGGERS} = {{}}").format(sql.Literal(table.triggers))
+    """The table is what was judged; whoever changes it waits for our lock on it."""
+    return sql.SQL(f"{FINGERPRINT} = {{}}").format(sql.Literal(table.fingerprint))
 
 
 def relation(name: TableName) -> sql.Composed:
@@ -1990,6 +2056,15 @@ SELECT (SELECT count(*) FROM look) AS looked,
         named_outside=named_outside(table),
         parents=parents_of(table, "g", passed(walk)),
     )
+
+
+def explained(table: Table) -> tuple[sql.Composed, dict[str, Any]]:
+    """EXPLAIN of the batch statement, and its parameters: the server says what it would refuse, and does nothing."""
+    walk = walk_of(table, "index" if table.indexed else "pages")
+    batch = closed_batch(table, walk, walked(walk)) if table.references else simple_batch(walk)
+    position = {"age": "-infinity", "tid": "(0,0)", "edge": "(0,0)", "scan": 1, "limit": 1, "seeds": []}
+    parameters = {**parameters_of(table, "-infinity"), **identity(table.policy), **position}
+    return sql.SQL("EXPLAIN {}").format(batch), {**parameters, "delete": False, "locked": None}
 
 
 def survey(tables: Sequence[Table]) -> sql.Composed:
@@ -2244,6 +2319,7 @@ class State:
             self.policies = self.read()
         except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not a state file of this program"
+            self.writable = os.path.isfile(path)  # a device, for example, is not to be replaced
             log.emit(STATE_FAILED, "state not read", ERROR=f"{path}: {reason}; this run goes without the cutoff brake")
 
     def read(self) -> dict[str, LastRun]:
@@ -2331,7 +2407,7 @@ class Tally:
     unseen: int = 0  # of blocked: found by isolation, the referring rows being hidden from us
 
     def add(self, batch: Batch, *, climbing: bool, refused: str | None = None) -> None:
-        """Add what a batch did; `refused` ("blocked" or "undeletable") is why its one claimed row was not deleted.
+        """Add what a batch did; `refused` (blocked, locked or undeletable) is why its one claimed row was not deleted.
 
         A row that is climbed to was walked over before, as held: of 10 climbed to and 8 deleted, 2 are held still.
         """
@@ -2343,7 +2419,9 @@ class Tally:
             self.missed += batch.claimed - batch.deleted
             return
         self.left += stays - batch.claimed  # other sessions have these locked
-        if refused == "blocked":
+        if refused == "locked":
+            self.left += batch.claimed
+        elif refused == "blocked":
             self.blocked += batch.claimed
             self.unseen += batch.claimed
         else:
@@ -2429,7 +2507,7 @@ class AcrossPages:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When a phase must end, in monotonic seconds: its share of the budget, and the end of the night window."""
+    """When a phase must end, in seconds of `clock`: its share of the budget, and the end of the night window."""
 
     share: float
     window: float
@@ -2441,7 +2519,7 @@ class Limits:
 
     def reached(self, progressed: bool) -> str | None:
         """The stop reason; the budget leaves a phase that has not `progressed` its first batch, the window does not."""
-        now = time.monotonic()
+        now = clock()
         if self.interrupts.requested:
             return "signal"
         return "budget" if now >= self.window or (progressed and now >= self.share) else None
@@ -2460,6 +2538,7 @@ class Phase:
     SUSPECTS = 5  # such rows, none deleted between, before it is the table's fault
     FRUITLESS = 4  # passes that claim rows and delete none
     RECONNECT_FOR = 30.0  # seconds
+    SETTLE = 0.6  # seconds, of what is left of the five after a signal
 
     def __init__(
         self,
@@ -2574,7 +2653,7 @@ class Phase:
             if stopped := self.limits.reached(self.progressed):
                 return stopped
             seeds = list(self.seeds)[: self.limit]
-            limit, started = self.limit, time.monotonic()
+            limit, started = self.limit, clock()
             refused = None
             try:
                 batch = self.execute(seeds, limit)
@@ -2583,7 +2662,7 @@ class Phase:
                 if recovered is None:
                     continue
                 batch, refused = recovered
-            seconds = time.monotonic() - started
+            seconds = clock() - started
             self.failures, self.progressed = 0, True
             self.tally.add(batch, climbing=bool(seeds), refused=refused)
             assert self.deleted is not None
@@ -2610,7 +2689,7 @@ class Phase:
                 self.begin_pass(by_pages=True)
             elif batch.deleted and not (self.position.done and not self.seeds):
                 wait = seconds if self.pause is None else self.pause / UNITS["s"]
-                wait = min(wait, self.limits.end - time.monotonic())
+                wait = min(wait, self.limits.end - clock())
                 sign_of_life(wait)
                 self.limits.interrupts.sleep(wait)
         return None
@@ -2626,7 +2705,7 @@ class Phase:
             "limit": limit,
             "delete": delete,
             "locked": None,
-            "oid": self.table.oid,
+            **identity(self.table.policy),
         }
         statement = self.climb_statement if seeds else self.walk_statement
 
@@ -2649,10 +2728,15 @@ class Phase:
     def recover(self, error: psycopg.Error, seeds: list[str]) -> tuple[Batch, str | None] | None:
         """Do what the error calls for: None to try again, a batch with the reason why its one row stays, or raise."""
         verdict = judge(error)
-        failure = failure_of(error)
+        failure = failure_of(error, triggered=self.table.triggered)
+        smallest, silent = self.limit == 1, isinstance(error, SilentServerError)
         if error.diag.context and self.failures >= self.RETRIES_IN_TRIGGER and self.suspects < self.SUSPECTS:
             verdict = Verdict.ISOLATE
-            self.suspects += self.limit == 1
+            self.suspects += smallest
+        elif verdict is Verdict.FAIL and self.table.triggered and self.failures < self.RETRIES:
+            verdict = (
+                Verdict.ISOLATE
+            )  # a trigger in C, perhaps; if it is the statement, no row of it can be left, either
         elif verdict in (Verdict.FAIL, Verdict.FAIL_RUN) or self.failures >= self.RETRIES:
             raise failure from None
         elif self.is_readable_key(error) and self.failures == 0:
@@ -2666,7 +2750,6 @@ class Phase:
                 ERROR=failure.message,
                 BATCH_SIZE=self.limit,
             )
-        smallest = self.limit == 1
         if verdict is Verdict.ISOLATE:
             if smallest:
                 return self.leave_row(error, failure, seeds)
@@ -2674,11 +2757,15 @@ class Phase:
             return None
         self.failures += 1
         may_shrink = verdict is Verdict.SMALLER and not smallest  # a first batch is worth making smaller in any case
-        if not self.progressed and not may_shrink and time.monotonic() >= self.limits.end:
+        if not self.progressed and not may_shrink and clock() >= self.limits.end:
             raise failure from None
         if verdict is Verdict.RECONNECT:
-            return self.reconnect(failure)
-        if verdict is Verdict.SMALLER:
+            went = self.reconnect(failure)
+            if went or not silent:
+                return went
+            if smallest and self.failures > self.RETRIES_IN_TRIGGER:  # a trigger that cannot be cancelled, perhaps
+                return self.leave_row(error, failure, seeds)
+        if verdict is Verdict.SMALLER or silent:
             self.limit = max(1, self.limit // self.SHRINK)
         if smallest and error.sqlstate == "57014" and not self.by_pages:
             # the index may lead through too many rows of no interest before the first that is
@@ -2694,6 +2781,8 @@ class Phase:
     def leave_row(self, error: psycopg.Error, failure: RetentionError, seeds: list[str]) -> tuple[Batch, str] | None:
         """Pass over the one row that the database refuses to delete, and remember why; None to try it once more."""
         refused = "blocked" if error.sqlstate in FOREIGN_KEY else "undeletable"
+        if error.sqlstate == "55P03":  # by a row that refers to it
+            refused = "locked"
         try:
             batch = self.execute(seeds, 1, delete=False)
         except psycopg.Error:
@@ -2701,7 +2790,7 @@ class Phase:
             return None
         if refused == "blocked":
             self.blockers.update(filter(None, [public_name(error.diag, error.diag.constraint_name)]))
-        else:
+        elif refused == "undeletable":
             self.refusal = self.refusal or failure
         return batch, refused
 
@@ -2710,13 +2799,13 @@ class Phase:
 
         Even after a signal one try is made, to settle the doubt. If it cannot be, `deleted` is not known.
         """
-        self.reconnected = True
-        doubtful, end = self.in_doubt, min(time.monotonic() + self.RECONNECT_FOR, self.limits.end)
+        self.reconnected, lost = True, self.session.process
+        doubtful, end = self.in_doubt, min(clock() + self.RECONNECT_FOR, self.limits.end)
         deleted, self.deleted = self.deleted, None if doubtful else self.deleted
         while True:
             try:
                 self.session.close()
-                self.session.connect(urgent=doubtful is not None)
+                self.session.connect_in_place_of(lost, urgent=doubtful is not None)
                 raise_errors(judge_server(self.session, self.pause))
                 committed = doubtful is not None and self.went_through(doubtful)
                 self.deleted = deleted
@@ -2727,9 +2816,21 @@ class Phase:
                 message = error.message if isinstance(error, UnavailableError) else describe(error)
                 if verdict_of(error.sqlstate or "") is Verdict.FAIL_RUN:
                     raise RunFailedError(f"{failure.message}; then {message}", error.sqlstate) from None
-                if time.monotonic() > end:
+                if clock() > end:
                     raise PolicyFailedError(f"{failure.message}; then {message}", failure.sqlstate) from None
             self.limits.interrupts.sleep(1.0)
+
+    def settle(self) -> None:
+        """After a signal that came while a COMMIT was not answered: one quick try to learn whether it went through."""
+        batch, deleted = self.in_doubt, self.deleted
+        if batch is None or deleted is None:
+            return
+        self.deleted = None
+        with contextlib.suppress(StoppedError, RetentionError, psycopg.Error):
+            signal.setitimer(signal.ITIMER_REAL, self.SETTLE)
+            self.session.close()
+            self.session.connect(urgent=True)
+            self.deleted = deleted + (batch.deleted if self.went_through(batch) else 0)
 
     def went_through(self, batch: Batch) -> bool:
         """Whether a batch was committed: its transaction is over, and the row that it deleted is not there.
@@ -3020,30 +3121,43 @@ class Job:
     log: Log
     session: Session
     scheduled: bool
-    started: float  # monotonic seconds
-    window_end: float  # monotonic seconds; infinite outside scheduled runs
+    started: float  # seconds of `clock`
+    window_end: float  # seconds of `clock`; infinite outside scheduled runs
 
     @property
     def end(self) -> float:
-        """When the budget is spent, or the window closes: monotonic seconds."""
+        """When the budget is spent, or the window closes: seconds of `clock`."""
         return min(self.started + self.config.run.max_run_duration.total_seconds(), self.window_end)
 
 
-def connect(job: Job) -> None:
-    """Connect; a scheduled run keeps trying for connect_retry, inside the window and the budget."""
+def begin(job: Job, *, writing: bool) -> dt.datetime:
+    """Connect, judge the server (for `writing`, or to read alone) and return its time; raises what forbids a run.
+
+    A scheduled run keeps trying for connect_retry, inside the window and the budget.
+    """
     retry = job.config.database.connect_retry.total_seconds() if job.scheduled else 0.0
     end = min(job.started + retry, job.end)
-    job.session.connect_until(end, job.log.connecting_again)
+    while True:
+        job.session.connect_until(end, job.log.connecting_again)
+        try:
+            found = judge_server(job.session, job.config.run.pause)
+            raise_errors([finding for finding in found if writing or finding.code not in ("not_primary", "read_only")])
+            now, skewed = read_clock(job.session, job.config.database.max_clock_skew)
+            raise_errors(skewed)
+            return now
+        except psycopg.Error as error:
+            if judge(error) is not Verdict.RECONNECT or clock() >= end:
+                raise
+            job.log.connecting_again(UnavailableError(describe(error), error.sqlstate))
+        job.session.close()
+        job.session.interrupts.pause(1.0)
 
 
 def run(job: Job) -> Result:
     """A whole run: every policy that it had in mind gets an outcome, unless the run itself cannot begin."""
     result = Result(job.log.job_run_id, Exit.OK)
     try:
-        connect(job)
-        raise_errors(judge_server(job.session, job.config.run.pause))
-        result.now, skewed = read_clock(job.session, job.config.database.max_clock_skew)
-        raise_errors(skewed)
+        result.now = begin(job, writing=True)
         tables = [inspect_safely(job, policy) for policy in job.policies]
     except StoppedError:
         result.outcomes = [Outcome(policy, stop_reason="signal") for policy in job.policies]
@@ -3076,7 +3190,7 @@ def run_phases(job: Job, tables: Sequence[Table | RetentionError], now: dt.datet
     state = State(job.config.metrics.state, job.log)
     failed: RunFailedError | None = None  # what no policy can go on after
     for number, (policy, table) in enumerate(zip(job.policies, tables, strict=True)):
-        share = time.monotonic() + max(0.0, job.end - time.monotonic()) / (len(tables) - number)
+        share = clock() + max(0.0, job.end - clock()) / (len(tables) - number)
         limits = Limits(share, job.window_end, job.session.interrupts)
         outcome = run_phase(job, policy, failed or table, now, limits, state)
         failed = failed or (outcome.error if isinstance(outcome.error, RunFailedError) else None)
@@ -3120,7 +3234,7 @@ def run_phase(
 ) -> Outcome:
     """One policy from phase_started to phase_completed or phase_failed; raises nothing."""
     outcome = Outcome(policy, policy.cutoff(now))
-    started = time.monotonic()
+    started = clock()
     phase: Phase | None = None
     try:
         if not isinstance(table, Table):
@@ -3143,6 +3257,8 @@ def run_phase(
         outcome.stop_reason = phase.run()
     except StoppedError:
         outcome.stop_reason = "signal"
+        if phase:
+            phase.settle()
     except (PolicyFailedError, RunFailedError) as error:
         outcome.error = judge_anew(job, policy, error) if phase else error
     except psycopg.Error as error:
@@ -3153,7 +3269,7 @@ def run_phase(
         count_what_stays(phase, outcome)
     if outcome.error:
         outcome.stop_reason = "failed"
-    report_phase(job, outcome, time.monotonic() - started, phase.blockers if phase else set())
+    report_phase(job, outcome, clock() - started, phase.blockers if phase else set())
     return outcome
 
 
@@ -3161,7 +3277,7 @@ def connect_again(job: Job) -> None:
     """Replace a lost connection; PolicyFailedError if that takes too long."""
     job.session.close()
     try:
-        end = min(time.monotonic() + Phase.RECONNECT_FOR, job.end)
+        end = min(clock() + Phase.RECONNECT_FOR, job.end)
         job.session.connect_until(end, job.log.connecting_again)
     except UnavailableError as error:
         raise PolicyFailedError(error.message, error.sqlstate) from None
@@ -3209,7 +3325,7 @@ def report_job(job: Job, result: Result) -> None:
         JOB_COMPLETED,
         "job completed",
         **{f"{outcome.policy.name.upper()}_DELETED": outcome.deleted for outcome in result.outcomes},
-        DURATION_MS=round((time.monotonic() - job.started) * 1000),
+        DURATION_MS=round((clock() - job.started) * 1000),
         BACKLOG_REMAINING=sum(known) if len(known) == len(backlogs) else None,
         STOP_REASON=result.stop_reason,
         FAILED_PHASES=sum(1 for outcome in result.outcomes if outcome.error),
@@ -3220,11 +3336,7 @@ def dry_run(job: Job) -> Result:
     """What a run would delete now: the same predicates and clock, in read-only transactions, on a standby too."""
     result = Result(job.log.job_run_id, Exit.OK)
     try:
-        connect(job)
-        found = judge_server(job.session, job.config.run.pause)
-        raise_errors([finding for finding in found if finding.code not in ("not_primary", "read_only")])
-        result.now, skewed = read_clock(job.session, job.config.database.max_clock_skew)
-        raise_errors(skewed)
+        result.now = begin(job, writing=False)
         foresee_all(job, result.now, result)
     except StoppedError:
         result.outcomes = [Outcome(policy, deleted=None, stop_reason="signal") for policy in job.policies]
@@ -3266,7 +3378,7 @@ def foresee(job: Job, tables: Sequence[Table], now: dt.datetime, outcome: Outcom
 def check(job: Job) -> list[Finding]:
     """All there is to say of the configuration on this database and of its schedule; changes nothing."""
     config, session = job.config, job.session
-    connect(job)
+    session.connect()
     findings = judge_server(session, config.run.pause)
     if any(finding.code == "server_too_old" for finding in findings):
         return findings
@@ -3367,7 +3479,7 @@ FROM t JOIN pg_class c ON c.oid = t.oid OR EXISTS (
             AND (a.attnum = ANY (k.confkey) OR k.conrelid = t.oid AND a.attnum = ANY (k.conkey))
     WHERE k.conrelid = t.oid OR k.confdeltype IN ('a', 'r')
     UNION
-    SELECT name FROM key WHERE {parent} IS NOT NULL
+    SELECT name FROM key WHERE cardinality({parents}) > 0
 )
 SELECT format('GRANT SELECT (%s), UPDATE (%I), DELETE ON %s TO %I',
     (SELECT string_agg(quote_ident(name), ', ' ORDER BY name <> 'ctid', name) FROM needed),
@@ -3396,7 +3508,7 @@ FROM (
     SELECT k.conrelid, k.conkey FROM pg_constraint k
     WHERE k.contype = 'f' AND k.confrelid = {table} AND k.conparentid = 0
     UNION
-    SELECT a.attrelid, ARRAY[a.attnum] FROM pg_attribute a WHERE a.attrelid = {table} AND a.attname = {parent}
+    SELECT a.attrelid, ARRAY[a.attnum] FROM pg_attribute a WHERE a.attrelid = {table} AND a.attname = ANY ({parents})
 ) r (oid, columns) JOIN pg_class c ON c.oid = r.oid CROSS JOIN LATERAL (
     SELECT string_agg(quote_ident(a.attname), ', ' ORDER BY u.position) AS quoted,
         string_agg(a.attname, '_' ORDER BY u.position) AS plain
@@ -3413,7 +3525,7 @@ WHERE NOT {child_index}""",
     c.oid::regclass, a.attname)
 FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid
 WHERE c.oid = {table} AND a.attname = {age} AND NOT {age_index}
-    AND {parent} IS NULL AND NOT EXISTS (  -- chains go as quickly page by page
+    AND cardinality({parents}) = 0 AND NOT EXISTS (  -- chains go as quickly page by page
         SELECT FROM pg_constraint k WHERE k.contype = 'f' AND k.conrelid = c.oid AND k.confrelid = c.oid)""",
     ),
     (
@@ -3449,7 +3561,7 @@ def setup(policies: Sequence[Policy], role: str) -> Iterator[tuple[str, list[sql
                     "role": sql.Literal(role),
                     "table": sql.SQL(FOUND_TABLE).format(**catalog),
                     "columns": sql.SQL(", ").join(map(sql.Literal, dict.fromkeys(["ctid", *columns, *parents]))),
-                    "parent": sql.Literal(parents[0] if parents else None),
+                    "parents": sql.SQL("ARRAY[{}]::name[]").format(sql.SQL(", ").join(map(sql.Literal, parents))),
                     "age": sql.Literal(age),
                     "child_index": sql.SQL(CHILD_INDEX.format(relation="c.oid", column="attnum = ANY (r.columns)")),
                     "age_index": sql.SQL(AGE_INDEX.format(relation="a.attrelid", attnum="a.attnum")),
@@ -3569,7 +3681,7 @@ def run_command(arguments: argparse.Namespace) -> Exit:
     """A scheduled run, --once or --dry-run."""
     if arguments.final:
         end_early(Exit.OK)  # a run that has not begun ends well
-    started = time.monotonic()
+    started = clock()
     log = Log(str(uuid.uuid4()), sys.stderr if arguments.json else sys.stdout, arguments.verbose)
     scheduled = arguments.verb == "scheduled"
     try:
@@ -3592,7 +3704,7 @@ def run_command(arguments: argparse.Namespace) -> Exit:
         window_end = started + remaining.total_seconds()
     with opened(arguments, config, password) as session:
         job = Job(config, policies, log, session, scheduled, started, window_end)
-        log.stopping = lambda: session.interrupts.requested or time.monotonic() >= job.end
+        log.stopping = lambda: session.interrupts.requested or clock() >= job.end
         result = dry_run(job) if arguments.verb == "dry-run" else run(job)
     if arguments.verb == "dry-run":  # which is not logged
         for _, message in result.errors:
@@ -3612,7 +3724,7 @@ def check_command(arguments: argparse.Namespace) -> Exit:
         policies = choose_policies(config, arguments.policy)
         with opened(arguments, config, password) as session:
             log = Log("", sys.stderr, arguments.verbose)
-            findings = check(Job(config, policies, log, session, False, time.monotonic(), math.inf))
+            findings = check(Job(config, policies, log, session, False, clock(), math.inf))
     except ConfigurationError as error:
         status = Exit.CONFIG
         findings = [Finding.of("configuration", problem=text) for _, text in error.problems]
@@ -3762,6 +3874,8 @@ def command() -> NoReturn:
         sys.stdout.flush()
     except OSError:  # log lines for somebody who went away
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for number in (signal.SIGTERM, signal.SIGINT):  # a late one must not change the exit status
+        signal.signal(number, signal.SIG_IGN)
     sys.exit(status)
 
 
