@@ -177,7 +177,7 @@ class Proxy:
 class Link(threading.Thread):
     """One connection through the proxy."""
 
-    BEGIN, STATEMENT, COMMIT = b"BEGIN\0", b"\0\nWITH", b"COMMIT\0"
+    BEGIN, STATEMENT, COMMIT = b"BEGIN\0", b"gone AS (", b"COMMIT\0"
 
     def __init__(self, proxy: Proxy, client: socket.socket) -> None:
         super().__init__(daemon=True)
@@ -216,7 +216,7 @@ class Link(threading.Thread):
             self.logged_in = True
             self.reach("login")
         seen, self.tail = self.tail + data, data[-15:]
-        if self.STATEMENT in seen:
+        if self.STATEMENT in seen and b"EXPLAIN" not in seen:
             self.deleting = True
             self.proxy.batches += 1
             self.reach("batch")
