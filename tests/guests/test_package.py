@@ -29,12 +29,13 @@ def accounts(guest: Guest) -> str:
 
 
 def test_installing_asks_nothing_and_runs_nothing(bare: Guest, package: pathlib.Path) -> None:
-    """Installed by a script: no question, no run, no timer, no row deleted; everything is in its place, with its owner
-    and mode, and the command says what is missing before it can do anything."""
+    """Installed by a script: no question, no run, no timer, not even by preset, no row deleted; everything is in its
+    place, with its owner and mode, and the command says what is missing before it can do anything."""
     bare.systems()
     bare.fill()
     bare.install(package)
 
+    bare.exec("systemctl", "preset", TIMER)
     assert bare.show(SERVICE, "ExecMainStartTimestamp") == ""
     assert bare.events() == []
     assert bare.left() == [110, 110, 110]
