@@ -295,11 +295,14 @@ class Guest:
         """The guest's file system, seen from here. An absolute symbolic link leads into this machine's, though."""
         return pathlib.Path(f"/proc/{self.leader}/root")
 
-    def systems(self) -> None:
+    def systems(self, *, role: bool = True) -> None:
         """The database `auth` with the three systems, empty, and the role of the job, which has no password."""
-        self.sql('CREATE ROLE "session-retention" LOGIN', "postgres")
         self.sql("CREATE DATABASE auth", "postgres")
-        self.sql(SYSTEMS.read_text().replace("TO retention", 'TO "session-retention"'))
+        tables, _, grants = SYSTEMS.read_text().partition("GRANT ")
+        self.sql(tables)
+        if role:
+            self.sql('CREATE ROLE "session-retention" LOGIN', "postgres")
+            self.sql(f"GRANT {grants}".replace("TO retention", 'TO "session-retention"'))
 
     def fill(self, old: int = 100, young: int = 10) -> None:
         """Empty the three systems and give each so many rows that are to go, and so many that are to stay."""

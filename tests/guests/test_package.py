@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 from collections.abc import Iterator
 
@@ -72,6 +73,30 @@ def test_installing_asks_nothing_and_runs_nothing(bare: Guest, package: pathlib.
             assert f"{CONFIG}: policy: no policy is enabled" in said
             assert "add a [policy.<name>] table" in said
     assert bare.left() == [110, 110, 110]
+
+
+def test_the_first_night(bare: Guest, package: pathlib.Path) -> None:
+    """As the manual has it: from a database that has never heard of the job to a timer that is enabled."""
+    bare.systems(role=False)
+    bare.fill()
+    bare.install(package)
+    bare.configure(run={"night_window_utc": "02:00-05:00"})
+    bare.shell("session-retention --print-sql | sudo -u postgres psql --set=ON_ERROR_STOP=1 -d auth")
+    bare.exec("systemctl", "enable", "--now", TIMER)
+    checked = bare.exec("session-retention", "--check").stdout
+    assert "error:" not in checked
+    assert "warning:" not in checked
+    foreseen = json.loads(bare.exec("session-retention", "--dry-run", "--json").stdout)["policies"]
+    assert {name: policy["would_delete"] for name, policy in foreseen.items()} == {
+        "sicr": 100,
+        "refresh": 100,
+        "tokens_expired": 100,
+        "tokens_revoked": 0,
+    }
+    assert bare.left() == [110, 110, 110]
+    bare.exec("session-retention", "--once")
+    assert bare.left() == [10, 10, 10]
+    assert bare.show(TIMER, "ActiveState") == "active"
 
 
 def test_purged_it_leaves_nothing(bare: Guest, package: pathlib.Path) -> None:
