@@ -33,6 +33,7 @@ import pwd
 import re
 import select
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -1087,6 +1088,9 @@ not_primary error 25006 UnavailableError
 read_only error 25006 UnavailableError
     the server is read-only: default_transaction_read_only is on, by {source}
     -> make it writable again; an administrator or a full disk may have made it so
+password_exposed warning
+    {file} holds a password and can be read by everybody on this machine (mode {mode})
+    -> chmod 640 {file}, or move the password to a passfile of mode 0600
 clock_skew error RunFailedError
     clock skew: the database says {database}, this machine {machine}, more than database.max_clock_skew
         ({allowed}) apart; nothing is deleted
@@ -3397,7 +3401,15 @@ def check(job: Job) -> list[Finding]:
             )
             if judge(error) in (Verdict.RECONNECT, Verdict.FAIL_RUN):
                 return [*findings, Finding.of("unreachable", None, error.sqlstate, problem=problem)]
-    return [*findings, *judge_schedule(config.run)]
+    return [*findings, *judge_file(config), *judge_schedule(config.run)]
+
+
+def judge_file(config: Configuration) -> Iterator[Finding]:
+    """Whether a password in the configuration is there for everybody to read."""
+    mode = os.stat(config.file).st_mode
+    given = psycopg.conninfo.conninfo_to_dict(config.database.conninfo)
+    if mode & stat.S_IROTH and any(given.get(option) for option in secret_options()):
+        yield Finding.of("password_exposed", file=config.file, mode=f"{stat.S_IMODE(mode):04o}")
 
 
 def examine(job: Job, table: Table, lifetime: Column | None, now: dt.datetime) -> list[Finding]:
