@@ -2785,7 +2785,7 @@ class Phase:
     def leave_row(self, error: psycopg.Error, failure: RetentionError, seeds: list[str]) -> tuple[Batch, str] | None:
         """Pass over the one row that the database refuses to delete, and remember why; None to try it once more."""
         refused = "blocked" if error.sqlstate in FOREIGN_KEY else "undeletable"
-        if error.sqlstate == "55P03":  # by a row that refers to it
+        if error.sqlstate == "55P03" and "PL/" not in (error.diag.context or ""):  # what refers to it, by the key's check
             refused = "locked"
         try:
             batch = self.execute(seeds, 1, delete=False)
