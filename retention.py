@@ -33,6 +33,7 @@ import pwd
 import re
 import select
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -268,7 +269,7 @@ def anything(_value: Any) -> bool:
 
 
 def duration_kind(accepts: str, allowed: Callable[[dt.timedelta], bool]) -> Kind:
-    accepts += ": a text such as '30d' or '1h30m', units ms s m h d w, 36500d at most"
+    accepts = f"a text with a unit, such as '30d' or '1h30m': {accepts}, units ms s m h d w, 36500d at most"
     return Kind(accepts, exactly(str, allowed, parse_duration), format_duration)
 
 
@@ -393,7 +394,7 @@ ONLY = Kind(
     read_only_lists,
 )
 NO_VACUUM = Kind("false; VACUUM after a run is not in this version", exactly(bool, lambda value: not value))
-NO_LAG = Kind("nothing yet; waiting for standbys is not in this version, leave the key out", exactly(NoneType))
+NO_LAG = Kind("left out: waiting for standbys is not in this version", exactly(NoneType))
 
 
 def option(kind: Kind, default: Any = None) -> Any:
@@ -809,7 +810,8 @@ class Session:
                 )
         except (psycopg.Error, OSError, UnicodeError) as error:
             where = [f"{key} {conninfo[key]}" for key in ("host", "port", "dbname", "user") if conninfo.get(key)]
-            lines = dict.fromkeys(str(error).splitlines())  # libpq tries with TLS and without, and says the same twice
+            text = str(error).removeprefix("connection failed: ")
+            lines = dict.fromkeys(text.splitlines())  # libpq tries with TLS and without, and says the same twice
             message = f"{one_line(' '.join(lines))} ({', '.join([*where, 'as database.conninfo says'])})"
             raise UnavailableError(self.scrub(message), getattr(error, "sqlstate", None)) from None
         self.process = self.connection.info.backend_pid
@@ -1075,10 +1077,11 @@ RULES = {
     for code, severity, state, failure, sentence, remedy in RULE.findall("""\
 configuration error
     {problem}
-    -> correct the configuration
+    -> correct the file or its permissions
 unreachable error UnavailableError
     {problem}
-    -> see that the server runs and database.conninfo is right
+    -> see that the server runs and lets the role in: database.conninfo, the passfile (mode 0600, of the job's user),
+        pg_hba.conf; where there is no role yet, --print-sql
 server_too_old error UnavailableError
     the server is older than PostgreSQL 14, which this program needs
     -> upgrade the server
@@ -1090,17 +1093,20 @@ read_only error 25006 UnavailableError
     -> make it writable again; an administrator or a full disk may have made it so
 password_exposed warning
     {file} holds a password and can be read by everybody on this machine (mode {mode})
-    -> chmod 640 {file}, or move the password to a passfile of mode 0600
+    -> chmod o-r {file}  # or move the password to a passfile of mode 0600
+state_unusable warning
+    {problem}
+    -> install -d -o session-retention -g session-retention /var/lib/session-retention
 clock_skew error RunFailedError
     clock skew: the database says {database}, this machine {machine}, more than database.max_clock_skew
         ({allowed}) apart; nothing is deleted
     -> set the clocks right
 keys_off error RunFailedError
     foreign keys and triggers are off for the role {role}: session_replication_role is replica
-    -> ALTER ROLE {role} IN DATABASE {database} SET session_replication_role = origin
+    -> ALTER ROLE {role} IN DATABASE {database} SET session_replication_role = origin;
 idle_timeout warning
     the server ends sessions that are idle for {timeout}, and run.pause is {pause}: each batch connects anew
-    -> ALTER ROLE {role} IN DATABASE {database} SET idle_session_timeout = 0
+    -> ALTER ROLE {role} IN DATABASE {database} SET idle_session_timeout = 0;
 table_missing error 42P01
     table {table} does not exist in the database {database}
     -> correct policy.{policy}.table or database.conninfo
@@ -1136,23 +1142,23 @@ cascade_into_policy warning
     deleting from {table} takes rows of {other} along, whatever policy.{others} would keep of them
     -> make the foreign key {constraint} ON DELETE RESTRICT, or be sure that it is meant
 privilege_missing error 42501
-    permission denied: the role {role} lacks {privileges} on {table}
+    permission denied: the role {role} lacks {privileges}, on {table}
     -> {sql}
 row_security error 42501
     row-level security of {table} applies to the role {role} and would hide rows from it
-    -> ALTER ROLE {role} BYPASSRLS
+    -> ALTER ROLE {role} BYPASSRLS;  -- a policy for the role will not do, it could hide rows unseen
 keys_disabled error
     foreign keys of {table} are switched off (DISABLE TRIGGER), so that nothing would keep rows to which others refer
-    -> ALTER TABLE {sql} ENABLE TRIGGER ALL
+    -> ALTER TABLE {sql} ENABLE TRIGGER ALL;
 delete_rule error 0A000
     the rule {rule} on {table} rewrites every DELETE
-    -> ALTER TABLE {sql} DISABLE RULE {rule}
+    -> ALTER TABLE {sql} DISABLE RULE {rule};
 delete_trigger warning
     the trigger {trigger} on {table} runs before each row is deleted, and can refuse or cancel that
     -> see that it lets old rows go
 replica_identity error 55000
     {table} is published by {publication} and has no replica identity, so that the server refuses every DELETE
-    -> ALTER TABLE {sql} REPLICA IDENTITY FULL, or add a primary key
+    -> ALTER TABLE {sql} REPLICA IDENTITY FULL;  -- or add a primary key
 delete_refused error
     the server refuses every DELETE from {table}: {problem}
     -> see what it says
@@ -1166,7 +1172,10 @@ reference_unindexed warning
     -> {sql}
 age_unindexed info
     column "{column}" of {table} has no index that a run could follow, so it reads the whole table, page by page
-    -> {sql}, or leave it so where that is quick enough
+    -> {sql}  -- or leave it so where that is quick enough
+all_values info
+    policy.{policy} has a parent_column and no `only`: old rows of {table} go whatever their status
+    -> if some rows must stay at any age, name the values of those that may go in policy.{policy}.only
 age_without_zone info
     column "{column}" of {table} is {type} and is taken as UTC
     -> see that the service writes UTC
@@ -1203,8 +1212,8 @@ schedule_unknown info
     systemd does not tell about {unit}: {problem}
     -> run systemctl status {unit}
 timer_missing warning
-    {unit} is not enabled ({state}), so that systemd starts no run
-    -> systemctl enable --now {unit}, unless cron or another machine starts them
+    {unit} is not both enabled and started (it is {state}), so that systemd starts no run
+    -> systemctl enable --now {unit}  # unless cron or another machine starts them
 timer_outside_window warning
     {unit} may start a run at {when}, outside run.night_window_utc ({window}): that run would do nothing
     -> change OnCalendar= of the timer, or run.night_window_utc
@@ -1534,14 +1543,20 @@ class Inspector:
         age = self.age()
         only = [self.allow_list(column, values) for column, values in (self.policy.only or {}).items()]
         references, own_action, cascades = self.references(policies)
+        if (
+            age and not age.indexed and not any(reference.own for reference in references)
+        ):  # chains go as quickly by page
+            self.report("age_unindexed", column=age.name, sql=create_index(self.name, [age.name]))
+        if age and self.policy.parent_column and not self.policy.only:
+            self.report("all_values")
         reads = dict.fromkeys(
             [
-                *("ctid", self.policy.column, *(self.policy.only or {})),
+                *("ctid", *([age.name] if age else []), *(allowed.column for allowed in only if allowed)),
                 *(pair[0] for reference in references if reference.own for pair in reference.pairs),
                 *(pair[1] for reference in references for pair in reference.pairs),
             ]
         )
-        self.privileges([column for column in reads if column == "ctid" or column in self.columns])
+        self.privileges(list(reads))
         triggered = self.hindrances()
         if age is None or not all(only):
             return None
@@ -1576,8 +1591,6 @@ class Inspector:
             return None
         if age.type == 1114:  # timestamp
             self.report("age_without_zone", column=age.name, type=age.declared)
-        if not age.indexed:
-            self.report("age_unindexed", column=age.name, sql=create_index(self.name, [age.name]))
         return age
 
     def allow_list(self, name: str, values: list[Any]) -> AllowList | None:
@@ -1637,7 +1650,7 @@ class Inspector:
                     (columns_hidden, f"GRANT SELECT ({listed}) ON {child.sql} TO {self.role}"),
                     (row_security, f"ALTER ROLE {self.role} BYPASSRLS"),
                 ]
-                cure = "; ".join(statement for needed, statement in cures if needed)
+                cure = " ".join(f"{statement};" for needed, statement in cures if needed)
                 self.report("reference_unreadable", constraint=quoted(name), child=child, sql=cure)
             if direct and (own or (refuses and readable)):
                 found.append(Reference(name, child, tuple(map(tuple, pairs)), own, indexed))
@@ -1690,10 +1703,10 @@ class Inspector:
             grants.append("DELETE")
         statements = [f"GRANT {', '.join(grants)} ON {self.name.sql} TO {self.role}"] if grants else []
         if schema:
-            lacks.insert(0, f"USAGE on its schema {quoted(schema)}")
+            lacks.insert(0, f"USAGE on the schema {quoted(schema)}")
             statements.insert(0, f"GRANT USAGE ON SCHEMA {quoted(schema)} TO {self.role}")
         if lacks:
-            self.report("privilege_missing", privileges=", ".join(lacks), sql="; ".join(statements))
+            self.report("privilege_missing", privileges=", ".join(lacks), sql="; ".join(statements) + ";")
 
     def lifetime(self, policies: Sequence[Policy]) -> Column | None:
         """The column by which another policy of the table goes, or one of the usual name, if the role may read it."""
@@ -1723,7 +1736,7 @@ class Inspector:
 
 
 def create_index(table: TableName, columns: Sequence[str], *, concurrently: bool = True) -> str:
-    return f"CREATE INDEX {'CONCURRENTLY ' if concurrently else ''}ON {table.sql} ({', '.join(map(quoted, columns))})"
+    return f"CREATE INDEX {'CONCURRENTLY ' if concurrently else ''}ON {table.sql} ({', '.join(map(quoted, columns))});"
 
 
 # ── Statements ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -2248,6 +2261,8 @@ class Log:
         """Log one event; a field that is None is left out. A failure to log is nobody's failure."""
         known = {"JOB_RUN_ID": self.job_run_id, **{key: value for key, value in fields.items() if value is not None}}
         sent = False
+        if self.send and not self.journal_reads():
+            self.send = None  # it is stuck; the purge goes on
         if self.send:
             with contextlib.suppress(Exception):
                 self.send(
@@ -2265,6 +2280,13 @@ class Log:
             with contextlib.suppress(OSError, ValueError):
                 if self.is_writable():
                     print(f"[{moment}] [{event.level.name}] {message} {pairs}", file=self.stream, flush=True)
+
+    def journal_reads(self) -> bool:
+        """Wait, for two seconds at most, for journald to take more: the library would hold up signals and all."""
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+            probe.connect(JOURNAL_SOCKET)
+            return bool(select.select([], [probe], [], 0.0 if self.stopping() else 2.0)[1])
+        return True
 
     def is_writable(self) -> bool:
         """Wait for whoever reads the stream, a pager for example; False once the run must end and nobody does."""
@@ -2312,9 +2334,10 @@ class LastRun:
 class State:
     """The state file: small, TOML, replaced atomically. Losing it loses the cutoff brake of one run, no more."""
 
-    def __init__(self, path: str, log: Log) -> None:
+    def __init__(self, path: str, tell: Callable[[str, str], None]) -> None:
+        """Read the file; `tell` gets what failed, and why."""
         self.path = path
-        self.log = log
+        self.tell = tell
         self.policies: dict[str, LastRun] = {}
         self.writable = bool(path)
         if not path:
@@ -2324,7 +2347,7 @@ class State:
         except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not a state file of this program"
             self.writable = os.path.isfile(path)  # a device, for example, is not to be replaced
-            log.emit(STATE_FAILED, "state not read", ERROR=f"{path}: {reason}; this run goes without the cutoff brake")
+            tell("state not read", f"{path}: {reason}; this run goes without the cutoff brake")
 
     def read(self) -> dict[str, LastRun]:
         if not os.path.exists(self.path):
@@ -2357,8 +2380,7 @@ class State:
             replace_file(self.path, tomli_w.dumps(document))
         except OSError as error:
             self.writable = False  # said once
-            text = f"{self.path}: {error.strerror}; the next run has no cutoff brake"
-            self.log.emit(STATE_FAILED, "state not written", ERROR=text)
+            self.tell("state not written", f"{self.path}: {error.strerror}; the next run has no cutoff brake")
 
 
 def replace_file(path: str, content: str) -> None:
@@ -2542,7 +2564,7 @@ class Phase:
     SUSPECTS = 5  # such rows, none deleted between, before it is the table's fault
     FRUITLESS = 4  # passes that claim rows and delete none
     RECONNECT_FOR = 30.0  # seconds
-    SETTLE = 0.6  # seconds, of what is left of the five after a signal
+    SETTLE = 0.4  # seconds, of what is left of the five after a signal
 
     def __init__(
         self,
@@ -2785,7 +2807,9 @@ class Phase:
     def leave_row(self, error: psycopg.Error, failure: RetentionError, seeds: list[str]) -> tuple[Batch, str] | None:
         """Pass over the one row that the database refuses to delete, and remember why; None to try it once more."""
         refused = "blocked" if error.sqlstate in FOREIGN_KEY else "undeletable"
-        if error.sqlstate == "55P03" and "PL/" not in (error.diag.context or ""):  # what refers to it, by the key's check
+        if error.sqlstate == "55P03" and "PL/" not in (
+            error.diag.context or ""
+        ):  # what refers to it, by the key's check
             refused = "locked"
         try:
             batch = self.execute(seeds, 1, delete=False)
@@ -2862,9 +2886,12 @@ class Phase:
     def count_rest(self, timeout: dt.timedelta) -> None:
         """After a pass that did not finish: what is left of the policy, and how much of it is blocked, if time allows.
 
-        Raises psycopg.Error when it does not.
+        Raises psycopg.Error when it does not, RetentionError when the table is not what it was.
         """
+        judged = sql.SQL("SELECT {}").format(unchanged(self.table))
         with self.session.transaction(SURVEYING, snapshot=True, timeout=timeout) as transaction:
+            if transaction.row(judged, identity(self.table.policy)) != (True,):
+                raise self.failure("table_changed")
             row = transaction.row(survey([self.table]), parameters_of(self.table, self.bound, "p0_"))
         found, held = row
         # rows found by isolation are known to the tally alone
@@ -3029,27 +3056,27 @@ BRAKE_SLACK = dt.timedelta(days=1)
 COUNT_TIMEOUT = dt.timedelta(seconds=5)
 
 
-def brake(last: LastRun | None, policy: Policy, now: dt.datetime, file: str) -> None:
-    """Refuse a cutoff that moved further than time did: a mistyped retention, a clock that jumped.
+def judge_cutoff(last: LastRun | None, policy: Policy, now: dt.datetime, file: str) -> list[Finding]:
+    """Whether the cutoff moved further than time did: a mistyped retention, a clock that jumped.
 
     Time is what this machine's own unadjustable clock says, while it has not been restarted; else the database's.
     """
     if last is None:
-        return
+        return []
     elapsed = now - last.now
     if last.boot_id and last.boot_id == boot_id():
         elapsed = min(elapsed, dt.timedelta(seconds=max(0.0, uptime() - last.uptime)))
     cutoff = policy.cutoff(now)
-    if cutoff - last.cutoff > elapsed + BRAKE_SLACK:
-        raise Finding.of(
-            "cutoff_jumped",
-            policy.name,
-            before=format_time(last.cutoff),
-            after=format_time(cutoff),
-            moved=format_duration(round_down(cutoff - last.cutoff)),
-            elapsed=format_duration(round_down(elapsed)),
-            command=f"{PROGRAM} --config {file} --once --policy {policy.name}",
-        ).failure()
+    if cutoff - last.cutoff <= elapsed + BRAKE_SLACK:
+        return []
+    names = {
+        "before": format_time(last.cutoff),
+        "after": format_time(cutoff),
+        "moved": format_duration(round_down(cutoff - last.cutoff)),
+        "elapsed": format_duration(round_down(elapsed)),
+        "command": f"{PROGRAM} --config {file} --once --policy {policy.name}",
+    }
+    return [Finding.of("cutoff_jumped", policy.name, **names)]
 
 
 def round_down(duration: dt.timedelta) -> dt.timedelta:
@@ -3191,7 +3218,7 @@ def run_phases(job: Job, tables: Sequence[Table | RetentionError], now: dt.datet
     reached = {str(name) for table in tables if isinstance(table, Table) for name in table.cascades}
     cutoffs = {f"CUTOFF_{policy.name.upper()}": format_time(policy.cutoff(now)) for policy in job.policies}
     job.log.emit(JOB_STARTED, "job started", **cutoffs, CASCADES=", ".join(sorted(reached)) or None)
-    state = State(job.config.metrics.state, job.log)
+    state = State(job.config.metrics.state, lambda message, why: job.log.emit(STATE_FAILED, message, ERROR=why))
     failed: RunFailedError | None = None  # what no policy can go on after
     for number, (policy, table) in enumerate(zip(job.policies, tables, strict=True)):
         share = clock() + max(0.0, job.end - clock()) / (len(tables) - number)
@@ -3244,7 +3271,7 @@ def run_phase(
         if not isinstance(table, Table):
             raise table
         if job.scheduled:
-            brake(state.policies.get(policy.name), policy, now, job.config.file)
+            raise_errors(judge_cutoff(state.policies.get(policy.name), policy, now, job.config.file))
         size = policy.batch_size or job.config.run.batch_size
         phase = Phase(job.session, table, now, size, job.config.run.pause, limits, job.log)
         job.log.emit(
@@ -3295,7 +3322,7 @@ def count_what_stays(phase: Phase, outcome: Outcome) -> None:
             return
         try:
             phase.count_rest(timeout)
-        except (psycopg.Error, StoppedError):
+        except (psycopg.Error, RetentionError, StoppedError):
             return
     tally = phase.tally
     outcome.blocked, outcome.undeletable = tally.blocked, tally.undeletable
@@ -3388,6 +3415,7 @@ def check(job: Job) -> list[Finding]:
         return findings
     now, skewed = read_clock(session, config.database.max_clock_skew)
     findings += skewed
+    findings += judge_state(job, now)
     for policy in job.policies:
         try:
             inspection = inspect(session, policy, config.enabled)
@@ -3402,6 +3430,20 @@ def check(job: Job) -> list[Finding]:
             if judge(error) in (Verdict.RECONNECT, Verdict.FAIL_RUN):
                 return [*findings, Finding.of("unreachable", None, error.sqlstate, problem=problem)]
     return [*findings, *judge_file(config), *judge_schedule(config.run)]
+
+
+def judge_state(job: Job, now: dt.datetime) -> list[Finding]:
+    """Whether the state file can be read and replaced, and what the cutoff brake would say."""
+    path, found = job.config.metrics.state, []
+    state = State(path, lambda _, why: found.append(Finding.of("state_unusable", problem=why)))
+    if path and not found and not os.access(os.path.dirname(path), os.W_OK | os.X_OK):
+        problem = (
+            f"{path}: its directory is not there, or not writable by the user {getpass.getuser()}: no cutoff brake"
+        )
+        found.append(Finding.of("state_unusable", problem=problem))
+    for policy in job.policies:
+        found += judge_cutoff(state.policies.get(policy.name), policy, now, job.config.file)
+    return found
 
 
 def judge_file(config: Configuration) -> Iterator[Finding]:
@@ -3582,17 +3624,18 @@ def setup(policies: Sequence[Policy], role: str) -> Iterator[tuple[str, list[sql
         yield comment, queries[:1] if scope == "once" else queries
 
 
-def require_tables(session: Session, policies: Sequence[Policy]) -> None:
-    """RetentionError names every table that does not exist."""
-    missing = []
-    with session.transaction(snapshot=True) as transaction:
-        (database,) = transaction.row("SELECT current_database()")
-        for policy in policies:
-            names = {"schema": policy.table.schema, "name": policy.table.name}
-            if not transaction.execute(RELATION.encode(), names).fetchall():
-                missing.append(Finding.of("table_missing", policy.name, table=policy.table, database=database))
-    if missing:
-        raise RetentionError("; ".join(f"{finding.message}; {finding.remedy}" for finding in missing))
+# What the configuration has wrong: nothing is to be granted for it.
+MISTAKES = """
+    table_missing not_a_table partitioned column_missing age_type value_type value_impossible parent_without_key
+    parent_type"""
+
+
+def refuse_mistakes(session: Session, policies: Sequence[Policy]) -> None:
+    """RetentionError names every table and column that is not what a policy takes it for."""
+    findings = [finding for policy in policies for finding in inspect(session, policy, policies).findings]
+    mistakes = [finding for finding in findings if finding.code in MISTAKES.split()]
+    if mistakes:
+        raise RetentionError("; ".join(f"{finding.message}; {finding.remedy}" for finding in mistakes))
 
 
 def print_sql(arguments: argparse.Namespace) -> Exit:
@@ -3609,7 +3652,7 @@ def print_sql(arguments: argparse.Namespace) -> Exit:
             lines.append("\\set ON_ERROR_STOP on")
         try:
             if session.connection:
-                require_tables(session, config.enabled)
+                refuse_mistakes(session, config.enabled)
             for comment, queries in setup(config.enabled, role):
                 if session.connection is None:
                     statements = [f"{query.as_string(None)}\n\\gexec" for query in queries]
@@ -3785,6 +3828,8 @@ def foresight(result: Result) -> str:
         elif outcome.cutoff and outcome.deleted is not None:
             blocked = f", {outcome.blocked:,} blocked" if outcome.blocked else ""
             when = f"{'older than' if policy.age_column else 'expired before'} {format_time(outcome.cutoff)}"
+            for column, values in (policy.only or {}).items():
+                when += f"; {column} {', '.join(map(str, values))}"
             lines.append(f"{name}: would delete {outcome.deleted:,} rows of {policy.table}{blocked} ({when})")
     return "\n".join(lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import select
 import shutil
@@ -299,6 +300,37 @@ def test_a_signal_that_comes_when_all_is_done_changes_nothing(
     assert (result.returncode, result.stderr, systems.count(SICR)) == (0, "", 0)
 
 
+def test_a_check_that_is_interrupted_has_not_passed(systems: Database, listener: Listener, program: Program) -> None:
+    """While it reads its configuration, connects, or asks the server: whoever deploys on its success does not."""
+    os.mkfifo(program.path)
+    process = program.start(None, "--check", "--json")
+    with program.path.open("w"):  # it has come as far as to read, and there is nothing yet
+        assert stop(process, signal.SIGINT).returncode not in (0, None)
+    program.path.unlink()
+
+    process = program.start(configuration(listener.conninfo, database={"connect_timeout": "60s"}), "--check", "--json")
+    with listener.accept():
+        assert stop(process, signal.SIGINT).returncode not in (0, None)
+
+    fill(systems, sicr=10)
+    holder = systems.connect(autocommit=False)
+    holder.execute(f"LOCK TABLE {SICR}")
+    process = program.start(configuration(systems.conninfo, database={"lock_timeout": "60s"}), "--check", "--json")
+    until_waiting(systems, "Lock")
+    result = stop(process, signal.SIGINT)
+    assert result.returncode not in (0, None)
+    assert "Traceback" not in result.output
+
+
+def test_the_longest_durations_work(systems: Database, program: Program) -> None:
+    """What the configuration allows, libpq and the server can do, too: no number of theirs runs over."""
+    fill(systems, sicr=10)
+    limits = dict.fromkeys(("connect_timeout", "connect_retry", "statement_timeout", "lock_timeout"), "36500d")
+    longest: dict[str, Any] = {"pause": "36500d", "max_run_duration": "36500d", "retention_interval": "36500d"}
+    result = program.inside(configuration(systems.conninfo, database=limits, **longest), "--once", "--json")
+    assert (result.returncode, result.policies["sicr"]["deleted"], systems.count(SICR)) == (0, 10, 0), result.output
+
+
 def test_a_stopped_server_process_does_not_hold_up_the_stop(systems: Database, program: Program) -> None:
     """A server that no longer answers, as over a dead network, is left to its own time-outs."""
     fill(systems, sicr=100)
@@ -355,6 +387,28 @@ def test_a_table_lock_that_is_released_delays_the_run(systems: Database, program
     holder.rollback()
     result = program.finish(process)
     assert (result.returncode, result.policies["sicr"]["deleted"]) == (0, 100), result.output
+
+
+def test_a_table_that_is_locked_when_all_has_gone_delays_the_end(systems: Database, program: Program) -> None:
+    """A migration waits for the last batch and then has the table: what stays is looked for again, not given up."""
+    fill(systems, sicr=10)
+    on_delete(systems, "PERFORM pg_advisory_xact_lock(4711)")
+    gate, migration = systems.connect(), systems.connect(autocommit=False)
+    gate.execute("SELECT pg_advisory_lock(4711)")
+    config = configuration(systems.conninfo, database={"lock_timeout": "1s", "statement_timeout": "30s"})
+    process = program.start(config, "--once", "--json")
+    until_waiting(systems, "Lock")
+    migrating = threading.Thread(target=migration.execute, args=[f"LOCK TABLE {SICR}"])
+    migrating.start()
+    queued = f"SELECT count(*) FROM pg_locks WHERE relation = '{SICR}'::regclass AND NOT granted"
+    until(lambda: systems.value(queued), "the migration waits")
+    gate.execute("SELECT pg_advisory_unlock(4711)")
+    migrating.join()
+    until_waiting(systems, "Lock")
+    until(lambda: ("active", "Lock") not in ours(systems), "the lock time-out ended the wait")
+    migration.rollback()
+    sicr = program.finish(process).policies["sicr"]
+    assert (process.returncode, sicr["deleted"], sicr["backlog"], sicr["stop_reason"]) == (0, 10, 0, "drained")
 
 
 def test_a_table_lock_that_is_never_released_fails_its_policy_alone(systems: Database, program: Program) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import stat
 from typing import Any
 
 import pytest
@@ -52,6 +54,58 @@ def test_functions_and_operators_of_others_are_not_used(database: Database, prog
     sessions = program.once(configuration(database.conninfo, SESSIONS)).policies["sessions"]
     assert (sessions["deleted"], sessions["blocked"], sessions["stop_reason"]) == (1, 1, "drained")
     assert database.execute("SELECT * FROM calls") == []
+
+
+@pytest.mark.parametrize("schema", ["public", "auth"])
+def test_operators_for_a_domain_change_nothing(schema: str, database: Database, program: Program) -> None:
+    """Where a column's type is a domain, somebody's operator for it would be the better match: it is not looked at."""
+    database.execute(f"""
+        CREATE SCHEMA auth; GRANT USAGE ON SCHEMA auth TO retention;
+        CREATE DOMAIN moment AS timestamptz; CREATE DOMAIN state AS smallint; CREATE DOMAIN kind AS text;
+        CREATE TABLE auth.sessions (id int PRIMARY KEY, state state, kind kind, updated_at moment);
+        CREATE INDEX ON auth.sessions (updated_at);
+        INSERT INTO auth.sessions VALUES (1, 2, 'a', {OLD}), (2, 1, 'a', {OLD}), (3, 2, 'b', {OLD}),
+            (4, 2, 'a', {YOUNG});
+        GRANT ALL ON auth.sessions TO retention
+    """)
+    planted = (("moment", "timestamptz"), ("state", "bigint"), ("kind", "text"))
+    for left, right in planted:
+        database.execute(f"""
+            CREATE FUNCTION {schema}.yes({left}, {right}) RETURNS boolean LANGUAGE sql AS 'SELECT true';
+            CREATE OPERATOR {schema}.< (LEFTARG = {left}, RIGHTARG = {right}, FUNCTION = {schema}.yes);
+            CREATE OPERATOR {schema}.= (LEFTARG = {left}, RIGHTARG = {right}, FUNCTION = {schema}.yes)
+        """)
+    only = {"state": [2], "kind": ["a"]}
+    policies = {"sessions": {**SESSIONS["sessions"], "table": "auth.sessions", "only": only}}
+    result = program.once(configuration(database.conninfo, policies))
+    sessions = result.policies["sessions"]
+    assert (result.returncode, sessions["deleted"], sessions["backlog"]) == (0, 1, 0), result.output
+    assert database.execute("SELECT id FROM auth.sessions ORDER BY 1") == [(2,), (3,), (4,)]
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["its own table", "another table"])
+def test_keys_between_collations_hold_what_they_refer_to(own: bool, database: Database, program: Program) -> None:
+    """The server compares as the key that is referred to does; so do we, and the rest goes."""
+    database.execute(f"""
+        CREATE TABLE sessions (id text COLLATE "C" PRIMARY KEY, parent text COLLATE "POSIX", updated_at timestamptz);
+        CREATE INDEX ON sessions (parent);
+        CREATE TABLE holds (session text COLLATE "POSIX" REFERENCES sessions);
+        GRANT ALL ON holds TO retention;
+        INSERT INTO sessions SELECT 'a' || i, NULL, {OLD} FROM generate_series(1, 10) i
+    """)
+    if own:
+        database.execute("ALTER TABLE sessions ADD FOREIGN KEY (parent) REFERENCES sessions")
+        database.execute(f"INSERT INTO sessions VALUES ('live', 'a3', {YOUNG})")
+    else:
+        database.execute("INSERT INTO holds VALUES ('a3')")
+    database.grant("sessions", select="id, parent, updated_at")
+    config = configuration(database.conninfo, SESSIONS)
+    dry = program.inside(config, "--dry-run", "--json").policies["sessions"]
+    result = program.inside(None, "--once", "--json")
+    sessions = result.policies["sessions"]
+    assert (dry["would_delete"], dry["blocked"]) == (9, 1)
+    assert (result.returncode, sessions["deleted"], sessions["blocked"]) == (0, 9, 1), result.output
+    assert database.execute("SELECT id FROM sessions WHERE id <> 'live'") == [("a3",)]
 
 
 def test_a_cascade_that_appears_in_mid_run_takes_nothing_along(database: Database, program: Program) -> None:
@@ -161,6 +215,28 @@ def test_a_connection_lost_inside_a_trigger_tells_no_row(database: Database, pro
     assert canary not in result.output
 
 
+def test_a_trigger_in_c_that_refuses_a_row_keeps_that_row_alone(database: Database, program: Program) -> None:
+    """Its errors have no context that would tell them from the statement's own, and they quote the row: 99 go."""
+    available = "SELECT count(*) FROM pg_available_extensions WHERE name = 'lo'"
+    if not database.value(available):
+        pytest.skip("this server comes without the extension lo")
+    canary = 424242  # of a large object that is not there
+    database.execute(f"""
+        CREATE EXTENSION lo;
+        CREATE TABLE sessions (id int PRIMARY KEY, image lo, updated_at timestamptz);
+        CREATE INDEX ON sessions (updated_at);
+        INSERT INTO sessions SELECT i, NULL, {OLD} FROM generate_series(1, 100) i;
+        UPDATE sessions SET image = {canary} WHERE id = 50;
+        CREATE TRIGGER image BEFORE UPDATE OR DELETE ON sessions FOR EACH ROW EXECUTE FUNCTION lo_manage(image)
+    """)
+    database.grant("sessions", select="id, updated_at")
+    result = program.once(configuration(database.conninfo, SESSIONS), "--verbose")
+    sessions = result.policies["sessions"]
+    assert (result.returncode, sessions["deleted"], sessions["undeletable"], sessions["backlog"]) == (1, 99, 1, 1)
+    assert (sessions["error"]["sqlstate"], str(canary) in result.output) == ("42704", False)
+    assert database.execute("SELECT id FROM sessions") == [(50,)]
+
+
 LAST = '[policy.sessions]\nnow = {0}\ncutoff = {0}\nuptime = {1}\nboot_id = ""\n'
 STATES = {
     "nesting": b"a = " + b"[" * 5000,
@@ -184,6 +260,20 @@ def test_a_state_file_of_any_content_stops_no_run(
     assert (result.returncode, systems.count("refresh_tokens"), result.stderr) == (0, 0, "")
     assert "state not read" in result.stdout
     assert "state not read" not in program(None).stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a device file")
+def test_a_state_file_that_is_a_device_stays_one(systems: Database, program: Program, tmp_path: pathlib.Path) -> None:
+    """A state of /dev/null, say: neither read nor replaced by a file; the purge goes on and says so."""
+    device = tmp_path / "null"
+    os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    systems.execute(f"INSERT INTO refresh_tokens (expires_at) VALUES ({OLD})")
+    policies = {"sessions": {"table": "refresh_tokens", "expiry_column": "expires_at", "grace": "0s"}}
+    result = program(configuration(systems.conninfo, policies, metrics={"state": str(device)}))
+    assert (result.returncode, systems.count("refresh_tokens")) == (0, 0), result.output
+    assert "state not read" in result.stdout
+    assert stat.S_ISCHR(device.stat().st_mode)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.toml", "null"]
 
 
 def test_a_consent_is_remembered_whatever_the_clock_was(

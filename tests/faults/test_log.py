@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
+import sys
 import uuid
 import zoneinfo
 from collections.abc import Iterator
@@ -17,6 +20,8 @@ import pytest
 from lab import POLICIES, SYSTEMS, Database, Line, Program, Result, clean_environment, configuration, log, until
 
 SICR = "identity.sign_in_confirmation_requests"
+#: What users are promised, from a signal to the end; and a second for a loaded machine.
+PROMPTLY = 5.0 + 1.0
 
 #: The journal's fields of each event, beside EVENT, JOB_RUN_ID and MESSAGE_ID, and those that may be left out.
 EVENTS: dict[str, tuple[str, str]] = {
@@ -217,6 +222,31 @@ def test_a_log_that_cannot_be_written_does_not_stop_the_purge(systems: Database,
     os.close(writing)
     assert systems.count(SICR) == 0
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("verb", [("--once",), ("--once", "--json"), ("--check",)], ids=" ".join)
+def test_output_that_nobody_reads_does_not_hold_up_a_stop(
+    systems: Database, program: Program, verb: tuple[str, ...]
+) -> None:
+    """A pager that was left open, and a pipe that is full: 5 s after SIGTERM the process is gone."""
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    policies = {f"policy_with_quite_a_long_name_{number}": POLICIES["sicr"] for number in range(90)}
+    systems.execute("DROP INDEX identity.ix_sicr_created_at")
+    program.write(configuration(systems.conninfo, policies))
+    process = subprocess.Popen(
+        program.command(*verb), stdout=writing, stderr=subprocess.DEVNULL, env=clean_environment(), cwd="/"
+    )
+    try:
+        waiting = pathlib.Path(f"/proc/{process.pid}/wchan")
+        until(lambda: "pipe" in waiting.read_text(), "the pipe is full")
+        process.send_signal(signal.SIGTERM)
+        process.wait(PROMPTLY)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(reading)
+        os.close(writing)
 
 
 def test_without_stderr_stdout_is_still_one_object(systems: Database, program: Program) -> None:
@@ -423,6 +453,40 @@ def test_a_journald_that_hangs_up_does_not_stop_the_purge(systems: Database, jou
         keeper.wait()
     assert (result.returncode, systems.count(SICR)) == (0, 0), result.output
     assert log(result.stdout)[-1].event == "job_completed"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_a_journald_that_reads_nothing_does_not_hold_up_a_stop(systems: Database, program: Program) -> None:
+    """Its queue is full and stays so: 5 s after SIGTERM the process is gone."""
+    fill(systems, 100)
+    script = (
+        'mount -t tmpfs tmpfs /run/systemd && mkdir /run/systemd/journal && exec "$@"',
+        """if True:
+            import contextlib, socket, time
+            theirs, ours = (socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2))
+            ours.setblocking(False)
+            theirs.bind("/run/systemd/journal/socket")
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    ours.sendto(b"MESSAGE=full", theirs.getsockname())
+            print(flush=True)
+            time.sleep(600)
+        """,
+    )
+    apart = ("unshare", "--mount", "--propagation", "private", "sh", "-c", script[0], "sh")
+    with subprocess.Popen([*apart, sys.executable, "-c", script[1]], stdout=subprocess.PIPE) as keeper:
+        assert keeper.stdout
+        try:
+            keeper.stdout.readline()
+            prefix = ("nsenter", "--mount", "--target", str(keeper.pid))
+            config = configuration(systems.conninfo, {"sicr": POLICIES["sicr"]}, batch_size=1)
+            process = program.start(config, "--once", "--json", prefix=prefix)
+            connected = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'session-retention'"
+            until(lambda: systems.value(f"{connected} AND datname = current_database()"), "it has something to tell")
+            process.send_signal(signal.SIGTERM)
+            program.finish(process, PROMPTLY)
+        finally:
+            keeper.kill()
 
 
 # ── What never appears ────────────────────────────────────────────────────────────────────────────────────────────────

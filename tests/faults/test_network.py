@@ -6,8 +6,10 @@ import ctypes
 import os
 import pathlib
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +26,8 @@ WHEN = 3
 STATEMENT, CONNECT = 2, 2
 #: What users are promised, in seconds: an answer is waited for so much longer; the server is tried again so long.
 SLACK, RECONNECT = 10, 30
+#: From a signal to the end, and a second for a loaded machine.
+PROMPTLY = 5.0 + 1.0
 #: Of a loaded machine.
 LOAD = 20
 
@@ -247,6 +251,33 @@ def test_a_tcp_connection_has_keepalives_unless_told_otherwise(systems: Database
         proxy.close()
     assert seen[:2] == [[1, 10, 5, 4, 30_000], [1, 7, 5, 4, 9000]]
     assert (seen[2][0], seen[2][-1]) == (0, 0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can have a name server of its own")
+def test_a_name_server_that_never_answers_does_not_hold_up_a_stop(program: Program, tmp_path: pathlib.Path) -> None:
+    """The library looks a name up for as long as it likes: 5 s after SIGTERM the process is gone all the same."""
+    (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.1\n")
+    # a name server that hears and never says anything, in a network of its own
+    silent = (
+        "import socket, sys, time; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.bind(('127.0.0.1', 53));"
+        " print(flush=True); s.recv(512); print(flush=True); time.sleep(600)"
+    )
+    script = 'ip link set lo up && mount --bind "$1" /etc/resolv.conf && exec "$2" -c "$3"'
+    apart = ("unshare", "--net", "--mount", "--propagation", "private", "sh", "-c", script, "sh")
+    command = [*apart, str(tmp_path / "resolv.conf"), sys.executable, silent]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as keeper:
+        assert keeper.stdout
+        try:
+            if not keeper.stdout.readline():
+                pytest.skip("network namespaces are not possible here")
+            prefix = ("nsenter", "--net", "--mount", "--target", str(keeper.pid))
+            config = configuration("host=db.example.com dbname=auth user=retention", TOKENS)
+            process = program.start(config, "--once", prefix=prefix)
+            assert keeper.stdout.readline(), "it has been asked"
+            process.send_signal(signal.SIGTERM)
+            program.finish(process, PROMPTLY)
+        finally:
+            keeper.kill()
 
 
 class Network:

@@ -96,6 +96,25 @@ def test_the_parent_of_an_open_child_is_skipped(where: str, systems: Database, p
     assert (refresh["deleted"], refresh["backlog"], refresh["blocked"]) == (0, 1, 1)
 
 
+def test_the_parent_of_a_hidden_child_that_another_session_holds_is_locked(systems: Database, program: Program) -> None:
+    """The role may not read the child that is being deleted: its parent waits for the next run, which is no failure."""
+    systems.execute("""
+        INSERT INTO refresh_tokens (id, expires_at)
+            SELECT i, now() - interval '1 day' - i * interval '1 second' FROM generate_series(1, 20) i;
+        CREATE TABLE holds (token bigint REFERENCES refresh_tokens); CREATE INDEX ON holds (token);
+        INSERT INTO holds VALUES (6)
+    """)
+    other = systems.connect(autocommit=False)
+    other.execute("DELETE FROM holds")
+    policies = {"tokens": POLICIES["tokens_expired"]}
+    result = program.once(configuration(systems.conninfo, policies, database={"lock_timeout": "50ms"}))
+    tokens = result.policies["tokens"]
+    assert (result.returncode, tokens["deleted"], tokens["backlog"], tokens["stop_reason"]) == (0, 19, 1, "locked")
+    assert (tokens["blocked"], tokens["undeletable"], tokens["error"]) == (0, 0, None)
+    other.commit()
+    assert program.once(None).policies["tokens"]["deleted"] == 1
+
+
 def stopping_type(database: Database) -> None:
     """A text type whose comparison waits for an advisory lock: a batch that has its snapshot can be made to wait."""
     database.execute(

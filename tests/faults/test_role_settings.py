@@ -312,3 +312,21 @@ def test_a_role_that_switches_foreign_keys_off_deletes_nothing(systems: Database
     assert systems.count("refresh_tokens") == 60, result.output
     assert result.returncode in (1, 69)
     assert "session_replication_role" in result.output
+    dry = program(None, "--dry-run", "--json")
+    assert (dry.returncode, dry.json["errors"]) == (result.returncode, result.json["errors"]), dry.output
+
+
+def test_an_error_does_not_end_the_session_of_a_role_that_exits_on_error(systems: Database, program: Program) -> None:
+    """With exit_on_error, one refused row would end connection after connection: it is isolated as everywhere."""
+    systems.execute(
+        "INSERT INTO refresh_tokens (id, expires_at) SELECT i, now() - interval '1 day' FROM generate_series(1, 60) i;"
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS"
+        "    $$ BEGIN IF OLD.id = 17 THEN RAISE EXCEPTION 'no'; END IF; RETURN OLD; END $$;"
+        "CREATE TRIGGER refuse BEFORE DELETE ON refresh_tokens FOR EACH ROW EXECUTE FUNCTION refuse();"
+        f"ALTER ROLE retention IN DATABASE {systems.name} SET exit_on_error = on"
+    )
+    result = program.once(configuration(systems.conninfo, {"tokens": POLICIES["tokens_expired"]}))
+    tokens = result.policies["tokens"]
+    assert (result.returncode, tokens["deleted"], tokens["undeletable"]) == (1, 59, 1), result.output
+    assert tokens["error"]["sqlstate"] == "P0001"
+    assert systems.execute("SELECT id FROM refresh_tokens") == [(17,)]

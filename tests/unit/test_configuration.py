@@ -21,7 +21,7 @@ from psycopg.conninfo import conninfo_to_dict
 ABSENT = object()
 
 #: What a message says is accepted, by kind of value.
-DURATION = r"whole number.*ms s m h d w|\d+(ms|s|m|h|d|w)\b"
+DURATION = r"a text with a unit, such as '30d' or '1h30m': .*, units ms s m h d w"
 COUNT = r"(?i)whole number|integer"
 STRING = r"(?i)string|text"
 BOOLEAN = r"true.*false"
@@ -320,6 +320,8 @@ SECRET = "hush-hush"
         f"dbname=auth password='{SECRET}",
         f"dbname=auth password={SECRET} nonsense=1",
         f"dbname=auth oauth_client_secre={SECRET}",
+        f"host=nowhere.invalid dbname=postgresql://job:{SECRET}@localhost/auth",
+        f"host=nowhere.invalid dbname='auth password={SECRET}'",
         f"postgresql://job:{SECRET}@[::1/auth",
         f"postgresql://job:{SECRET}%zz@localhost/auth",
         f"postgresql://job:x@localhost/auth?password={SECRET}%zz",
