@@ -10,8 +10,9 @@ statement that deletes it. No status is changed, no row's content is read into a
 The transaction boundary: one batch, of at most `batch_size` rows, is one transaction. It is counted and logged after
 its commit, so that the log never claims what a crash took back. Between batches the session is idle.
 
-The sections stand in the order in which a run flows: durations and the window, configuration, the session, errors, what
-the database says of a table, statements, reporting, a phase, the run, the commands, main.
+The sections stand in the order in which a run flows: durations and the window, configuration, the session, errors,
+findings, what the database says of a table, statements, reporting, a phase, the schedule, the run, setting up, the
+commands, main.
 """
 
 from __future__ import annotations
@@ -822,8 +823,12 @@ class Session:
         query = """SELECT pg_terminate_backend(a.pid) FROM pg_stat_activity a
             WHERE a.pid = %(process)s AND a.usename = current_user AND a.application_name = %(program)s
                 AND a.pid <> pg_backend_pid()"""
-        with self.transaction(snapshot=True) as transaction:
-            transaction.execute(query, {"process": process, "program": PROGRAM})
+        try:
+            with self.transaction(snapshot=True) as transaction:
+                transaction.execute(query, {"process": process, "program": PROGRAM})
+        except psycopg.Error as error:
+            if judge(error) is Verdict.RECONNECT:
+                raise  # else it may not be ended, which the next pass makes the best of
 
     def connect_until(self, deadline: float, tell: Callable[[UnavailableError], None]) -> None:
         """Connect, trying again until the deadline (seconds of `clock`); the first try is always made.
@@ -2760,9 +2765,7 @@ class Phase:
             verdict = Verdict.ISOLATE
             self.suspects += smallest
         elif verdict is Verdict.FAIL and self.table.triggered and self.failures < self.RETRIES:
-            verdict = (
-                Verdict.ISOLATE
-            )  # a trigger in C, perhaps; if it is the statement, no row of it can be left, either
+            verdict = Verdict.ISOLATE  # a trigger in C, perhaps; where it is the statement, isolating fails as well
         elif verdict in (Verdict.FAIL, Verdict.FAIL_RUN) or self.failures >= self.RETRIES:
             raise failure from None
         elif self.is_readable_key(error) and self.failures == 0:
@@ -2807,10 +2810,8 @@ class Phase:
     def leave_row(self, error: psycopg.Error, failure: RetentionError, seeds: list[str]) -> tuple[Batch, str] | None:
         """Pass over the one row that the database refuses to delete, and remember why; None to try it once more."""
         refused = "blocked" if error.sqlstate in FOREIGN_KEY else "undeletable"
-        if error.sqlstate == "55P03" and "PL/" not in (
-            error.diag.context or ""
-        ):  # what refers to it, by the key's check
-            refused = "locked"
+        if error.sqlstate == "55P03" and "PL/" not in (error.diag.context or ""):
+            refused = "locked"  # the key's own check waits for a row that refers to it
         try:
             batch = self.execute(seeds, 1, delete=False)
         except psycopg.Error:
