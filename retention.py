@@ -33,6 +33,7 @@ import os
 import pwd
 import re
 import select
+import shlex
 import signal
 import socket
 import stat
@@ -1100,8 +1101,8 @@ password_exposed warning
     {file} holds a password and can be read by everybody on this machine (mode {mode})
     -> chmod o-r {file}  # or move the password to a passfile of mode 0600
 state_unusable warning
-    {problem}
-    -> install -d -o session-retention -g session-retention /var/lib/session-retention
+    {problem}: no cutoff brake
+    -> let the user {user} write to the directory of metrics.state; a run replaces a file that is no state file
 clock_skew error RunFailedError
     clock skew: the database says {database}, this machine {machine}, more than database.max_clock_skew
         ({allowed}) apart; nothing is deleted
@@ -1548,11 +1549,10 @@ class Inspector:
         age = self.age()
         only = [self.allow_list(column, values) for column, values in (self.policy.only or {}).items()]
         references, own_action, cascades = self.references(policies)
-        if (
-            age and not age.indexed and not any(reference.own for reference in references)
-        ):  # chains go as quickly by page
+        # chains go as quickly page by page
+        if age and not age.indexed and not any(reference.own for reference in references):
             self.report("age_unindexed", column=age.name, sql=create_index(self.name, [age.name]))
-        if age and self.policy.parent_column and not self.policy.only:
+        if self.policy.parent_column in self.columns and not self.policy.only:
             self.report("all_values")
         reads = dict.fromkeys(
             [
@@ -1685,6 +1685,7 @@ class Inspector:
             parent.text and named.text
         ):
             self.report("parent_type", column=name, type=parent.declared, key=named.name, key_type=named.declared)
+            return []
         child_index = CHILD_INDEX.replace("%", "%%").format(relation="%(oid)s::oid", column="attname = %(column)s")
         ((indexed,),) = self.ask(f"SELECT {child_index}", column=name)
         if not indexed:
@@ -2352,7 +2353,7 @@ class State:
         except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not a state file of this program"
             self.writable = os.path.isfile(path)  # a device, for example, is not to be replaced
-            tell("state not read", f"{path}: {reason}; this run goes without the cutoff brake")
+            tell("state not read", f"{path}: {reason}")
 
     def read(self) -> dict[str, LastRun]:
         if not os.path.exists(self.path):
@@ -2385,7 +2386,7 @@ class State:
             replace_file(self.path, tomli_w.dumps(document))
         except OSError as error:
             self.writable = False  # said once
-            self.tell("state not written", f"{self.path}: {error.strerror}; the next run has no cutoff brake")
+            self.tell("state not written", f"{self.path}: {error.strerror}")
 
 
 def replace_file(path: str, content: str) -> None:
@@ -3075,7 +3076,7 @@ def judge_cutoff(last: LastRun | None, policy: Policy, now: dt.datetime, file: s
         "after": format_time(cutoff),
         "moved": format_duration(round_down(cutoff - last.cutoff)),
         "elapsed": format_duration(round_down(elapsed)),
-        "command": f"{PROGRAM} --config {file} --once --policy {policy.name}",
+        "command": f"{PROGRAM} --config {shlex.quote(file)} --once --policy {policy.name}",
     }
     return [Finding.of("cutoff_jumped", policy.name, **names)]
 
@@ -3219,7 +3220,10 @@ def run_phases(job: Job, tables: Sequence[Table | RetentionError], now: dt.datet
     reached = {str(name) for table in tables if isinstance(table, Table) for name in table.cascades}
     cutoffs = {f"CUTOFF_{policy.name.upper()}": format_time(policy.cutoff(now)) for policy in job.policies}
     job.log.emit(JOB_STARTED, "job started", **cutoffs, CASCADES=", ".join(sorted(reached)) or None)
-    state = State(job.config.metrics.state, lambda message, why: job.log.emit(STATE_FAILED, message, ERROR=why))
+    missed = "without it a run has no cutoff brake"
+    state = State(
+        job.config.metrics.state, lambda message, why: job.log.emit(STATE_FAILED, message, ERROR=f"{why}; {missed}")
+    )
     failed: RunFailedError | None = None  # what no policy can go on after
     for number, (policy, table) in enumerate(zip(job.policies, tables, strict=True)):
         share = clock() + max(0.0, job.end - clock()) / (len(tables) - number)
@@ -3435,13 +3439,11 @@ def check(job: Job) -> list[Finding]:
 
 def judge_state(job: Job, now: dt.datetime) -> list[Finding]:
     """Whether the state file can be read and replaced, and what the cutoff brake would say."""
-    path, found = job.config.metrics.state, []
-    state = State(path, lambda _, why: found.append(Finding.of("state_unusable", problem=why)))
+    path, user, found = job.config.metrics.state, getpass.getuser(), []
+    state = State(path, lambda _, why: found.append(Finding.of("state_unusable", problem=why, user=user)))
     if path and not found and not os.access(os.path.dirname(path), os.W_OK | os.X_OK):
-        problem = (
-            f"{path}: its directory is not there, or not writable by the user {getpass.getuser()}: no cutoff brake"
-        )
-        found.append(Finding.of("state_unusable", problem=problem))
+        problem = f"{path}: its directory is not there, or not writable by the user {user}"
+        found.append(Finding.of("state_unusable", problem=problem, user=user))
     for policy in job.policies:
         found += judge_cutoff(state.policies.get(policy.name), policy, now, job.config.file)
     return found
@@ -3452,7 +3454,7 @@ def judge_file(config: Configuration) -> Iterator[Finding]:
     mode = os.stat(config.file).st_mode
     given = psycopg.conninfo.conninfo_to_dict(config.database.conninfo)
     if mode & stat.S_IROTH and any(given.get(option) for option in secret_options()):
-        yield Finding.of("password_exposed", file=config.file, mode=f"{stat.S_IMODE(mode):04o}")
+        yield Finding.of("password_exposed", file=shlex.quote(config.file), mode=f"{stat.S_IMODE(mode):04o}")
 
 
 def examine(job: Job, table: Table, lifetime: Column | None, now: dt.datetime) -> list[Finding]:

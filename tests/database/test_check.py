@@ -1105,7 +1105,7 @@ def test_every_fault_of_the_configuration_is_a_finding(healthy: Database, progra
 def test_a_password_that_everybody_can_read_is_a_finding(
     secret: str, mode: int, said: bool, healthy: Database, program: Program
 ) -> None:
-    """A warning names the file and its mode, its remedy cures it; a file for the group, or without a secret, is well."""
+    """A warning names file and mode, and its remedy cures it; a file for the group, or with no secret, is well."""
     program.write(configuration(f"{healthy.conninfo} {secret}", {"beside": BESIDE})).chmod(mode)
     result = program.inside(None, "--check", "--json")
     assert (result.returncode, "hunter2" in result.output) == (0, False)

@@ -113,7 +113,7 @@ SINGLE_FAULTS: list[tuple[str, Any, str]] = [
     ("run.night_window_utc", "02:60-05:00", WINDOW),
     ("run.night_window_utc", "02:00-05:00 UTC", WINDOW),
     ("run.night_window_utc", False, WINDOW),
-    ("run.pause", "-1s", DURATION),
+    ("run.pause", "-1s", r"or a duration of 0s or more such as .*, units ms s m h d w"),
     ("run.pause", "sometimes", r"auto"),
     ("run.pause", 0, r"auto"),
     ("run.max_replication_lag", "10", r"max_replication_lag"),
