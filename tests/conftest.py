@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from lab import SYSTEMS, Database, Program, Server
+from servers import Proxy
 
 
 def pytest_configure() -> None:
@@ -59,6 +60,14 @@ def systems(database: Database) -> Database:
     """A database with the three systems, empty."""
     database.execute(SYSTEMS.read_text())
     return database
+
+
+@pytest.fixture
+def proxy(server: Server) -> Iterator[Proxy]:
+    """A way to the server that can be broken."""
+    proxy = Proxy(server)
+    yield proxy
+    proxy.close()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import contextlib
 import os
 import pathlib
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -26,11 +25,11 @@ from lab import (
     Result,
     Server,
     as_postgres,
-    binaries,
     configuration,
     log,
     until,
 )
+from servers import Standby
 
 SICR = "identity.sign_in_confirmation_requests"
 #: What users are promised: from the signal to the end.
@@ -624,40 +623,22 @@ def test_a_read_only_server_is_unavailable(systems: Database, program: Program, 
 
 
 @pytest.fixture
-def standby(systems: Database) -> Iterator[tuple[Database, Any]]:
-    """A hot standby of the server, as a database like the primary's, and how to end it."""
+def standby(systems: Database) -> Iterator[Database]:
+    """The database as a hot standby has it."""
     fill(systems, sicr=3)
-    directory = pathlib.Path(tempfile.mkdtemp(prefix="retention-standby-"))
-    if systems.server.directory.owner() == "postgres":
-        shutil.chown(directory, "postgres", "postgres")
-    directory.chmod(0o755)
-    data = directory / "data"
-    source = ["--host", str(systems.server.directory), "--username=postgres", "--checkpoint=fast", "--no-sync"]
-    subprocess.run(
-        as_postgres(binaries() / "pg_basebackup", "--pgdata", data, "--write-recovery-conf", *source),
-        check=True,
-        cwd="/",
-    )
-    server = Server.__new__(Server)
-    server.programs = binaries()
-    server.environment, server.directory, server.data, server.log = {}, directory, data, directory / "server.log"
-    with (data / "postgresql.conf").open("a") as conf:
-        conf.write(f"unix_socket_directories = '{directory}'\n")
-    server.start()
-    yield Database(server, systems.name), server
+    server = Standby(systems.server)
+    database = Database(server, systems.name)
+    yield database
+    database.close()
     server.remove()
 
 
-def test_a_standby_is_unavailable_to_a_run_and_good_for_a_dry_run(
-    standby: tuple[Database, Any], program: Program
-) -> None:
+def test_a_standby_is_unavailable_to_a_run_and_good_for_a_dry_run(standby: Database, program: Program) -> None:
     """Nothing can be deleted on a standby, but what would be deleted can be counted there."""
-    database, _ = standby
-    config = configuration(database.conninfo)
+    config = configuration(standby.conninfo)
     assert_unavailable(program.once(config), "standby")
     result = program(config, "--dry-run", "--json")
     assert (result.returncode, result.policies["sicr"]["would_delete"]) == (0, 3), result.output
-    database.close()
 
 
 def test_exit_status_is_in_the_result(systems: Database, program: Program) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from lab import Database, Program, Result, Server, configuration, log
+from lab import Database, Program, Result, configuration, log
 from servers import Proxy
 
 POLICY: dict[str, Any] = {"table": "sessions", "expiry_column": "expires_at", "grace": "0s", "only": {"state": [2]}}
@@ -63,13 +63,6 @@ HARMLESS = {
     "index rebuilt": ["REINDEX INDEX CONCURRENTLY sessions_expires_at_idx"],
     "another column retyped": ["ALTER TABLE sessions ALTER id TYPE numeric"],
 }
-
-
-@pytest.fixture
-def proxy(server: Server) -> Iterator[Proxy]:
-    proxy = Proxy(server)
-    yield proxy
-    proxy.close()
 
 
 @pytest.fixture

@@ -6,22 +6,14 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
 
 import pytest
-from lab import POLICIES, Database, Program, Server, configuration, until
+from lab import POLICIES, Database, Program, configuration, until
 from servers import Proxy, sessions
 
 TOKENS = {"tokens": POLICIES["tokens_expired"]}
 #: What users are promised, from the signal to the end; and a second for a loaded machine.
 PROMPTLY = 5.0 + 1.0
-
-
-@pytest.fixture
-def proxy(server: Server) -> Iterator[Proxy]:
-    proxy = Proxy(server)
-    yield proxy
-    proxy.close()
 
 
 @pytest.fixture
