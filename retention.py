@@ -523,6 +523,14 @@ def read_policy(name: str, table: Any, problems: Problems) -> Policy | None:
     return policy if len(problems) == before else None
 
 
+def user_name() -> str:
+    """Who runs this: a name, or the number of one that has none."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.geteuid())
+
+
 def read_configuration(file: str) -> Configuration:
     """Read and check the file; ConfigurationError names every fault in it at once."""
     try:
@@ -530,7 +538,7 @@ def read_configuration(file: str) -> Configuration:
             content = stream.read()
         document = tomllib.loads(content.decode())
     except OSError as error:
-        reader = f" by the user {getpass.getuser()}" if error.errno == errno.EACCES else ""
+        reader = f" by the user {user_name()}" if error.errno == errno.EACCES else ""
         raise ConfigurationError(file, [("", f"cannot be read{reader}: {error.strerror}")]) from None
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
@@ -3439,7 +3447,7 @@ def check(job: Job) -> list[Finding]:
 
 def judge_state(job: Job, now: dt.datetime) -> list[Finding]:
     """Whether the state file can be read and replaced, and what the cutoff brake would say."""
-    path, user, found = job.config.metrics.state, getpass.getuser(), []
+    path, user, found = job.config.metrics.state, user_name(), []
     state = State(path, lambda _, why: found.append(Finding.of("state_unusable", problem=why, user=user)))
     if path and not found and not os.access(os.path.dirname(path), os.W_OK | os.X_OK):
         problem = f"{path}: its directory is not there, or not writable by the user {user}"

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from lab import Listener, Program, configuration
+from lab import PROGRAM, Listener, Program, configuration
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be given up")
 
@@ -253,3 +253,20 @@ def test_who_is_not_root_gives_up_nothing(program: Program, machine: Machine) ->
     with machine.listener.accept() as connection:
         assert peer(connection)[0] not in (0, UID)
     assert program.finish(process).returncode == 69
+
+
+def test_a_user_without_a_name_is_told_by_number(tmp_path: pathlib.Path) -> None:
+    """In a container there may be no entry for who runs it; what it cannot read is a clear error all the same."""
+    copy = pathlib.Path(tempfile.mkdtemp()) / "retention.py"
+    shutil.copy(PROGRAM, copy)
+    copy.parent.chmod(0o755)
+    config = tmp_path / "config.toml"
+    config.write_text("")
+    config.chmod(0o600)
+    command = ["setpriv", f"--reuid={UID}", "--clear-groups", "env", "-i", "/usr/bin/python3", "-B", str(copy)]
+    done = subprocess.run(
+        [*command, "--check", "-c", str(config)], capture_output=True, text=True, check=False, cwd="/"
+    )
+    shutil.rmtree(copy.parent)
+    assert done.returncode == 78
+    assert (f"by the user {UID}: Permission denied" in done.stdout, done.stderr) == (True, "")
