@@ -3241,20 +3241,19 @@ def run_phases(job: Job, tables: Sequence[Table | RetentionError], now: dt.datet
         result.outcomes.append(outcome)
 
 
-def inspect_safely(job: Job, policy: Policy) -> Table | RetentionError:
-    """The policy's table, or the reason why it cannot be purged, to be told when its turn comes."""
-    for attempt in (1, 2):
+def inspect_safely(job: Job, policy: Policy, *, again: bool = True) -> Table | RetentionError:
+    """The policy's table, or the reason why it cannot be purged; a lost connection is made `again`, once."""
+    try:
+        inspection = inspect(job.session, policy, job.config.enabled)
+    except psycopg.Error as error:
+        if not again or judge(error) is not Verdict.RECONNECT:
+            return failure_of(error)
         try:
-            if attempt == 2:
-                connect_again(job)
-            inspection = inspect(job.session, policy, job.config.enabled)
-            return inspection.table or inspection.failure()
-        except PolicyFailedError as error:
-            return error
-        except psycopg.Error as error:
-            if attempt == 2 or judge(error) is not Verdict.RECONNECT:
-                return failure_of(error)
-    raise AssertionError
+            connect_again(job)
+        except PolicyFailedError as failure:
+            return failure
+        return inspect_safely(job, policy, again=False)
+    return inspection.table or inspection.failure()
 
 
 def judge_anew(job: Job, policy: Policy, error: RetentionError) -> RetentionError:
@@ -3795,7 +3794,6 @@ def check_command(arguments: argparse.Namespace) -> Exit:
         status = Exit.CONFIG
         findings = [Finding.of("configuration", problem=text) for _, text in error.problems]
     except (UnavailableError, psycopg.Error) as error:
-        status = Exit.UNAVAILABLE
         problem = describe(error) if isinstance(error, psycopg.Error) else error.message
         findings = [Finding.of("unreachable", None, error.sqlstate, problem=problem)]
     errors = [finding for finding in findings if finding.severity is ERROR]

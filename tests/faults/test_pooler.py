@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -157,8 +158,8 @@ def test_a_pooler_that_is_restarted_in_mid_run(systems: Database, pooler: Pooler
     assert sum(batches) == 600
 
 
-def test_a_pooler_that_is_paused_delays_the_run(systems: Database, pooler: Pooler, program: Program) -> None:
-    """PAUSE and RESUME, as for a switch-over: the run waits with everybody else, and loses nothing."""
+def start_and_pause(systems: Database, pooler: Pooler, program: Program) -> subprocess.Popen[str]:
+    """A run that after some of its 400 rows waits for a pooler that was told to pause."""
     fill(systems, 400)
     slow(systems, "PERFORM pg_sleep(0.005)")
     config = configuration(pooler.conninfo(systems), {"sicr": POLICIES["sicr"]}, batch_size=10)
@@ -166,6 +167,12 @@ def test_a_pooler_that_is_paused_delays_the_run(systems: Database, pooler: Poole
     until(lambda: systems.count(SICR) <= 350, "some batches")
     pooler.ask("PAUSE")
     until(lambda: pooler.waiting(systems), "the run waits")
+    return process
+
+
+def test_a_pooler_that_is_paused_delays_the_run(systems: Database, pooler: Pooler, program: Program) -> None:
+    """PAUSE and RESUME, as for a switch-over: the run waits with everybody else, and loses nothing."""
+    process = start_and_pause(systems, pooler, program)
     left = systems.count(SICR)
     assert 0 < left < 400
     assert at_work(systems) == []
@@ -176,13 +183,7 @@ def test_a_pooler_that_is_paused_delays_the_run(systems: Database, pooler: Poole
 
 def test_a_stop_while_the_pooler_has_no_server_for_us(systems: Database, pooler: Pooler, program: Program) -> None:
     """Waiting for a free process of the server does not hold up the stop."""
-    fill(systems, 400)
-    slow(systems, "PERFORM pg_sleep(0.005)")
-    config = configuration(pooler.conninfo(systems), {"sicr": POLICIES["sicr"]}, batch_size=10)
-    process = program.start(config, "--once", "--json")
-    until(lambda: systems.count(SICR) <= 350, "some batches")
-    pooler.ask("PAUSE")
-    until(lambda: pooler.waiting(systems), "the run waits")
+    process = start_and_pause(systems, pooler, program)
     process.send_signal(signal.SIGTERM)
     result = program.finish(process, PROMPTLY)
     assert (result.returncode, result.json["stop_reason"]) == (0, "signal"), result.output
