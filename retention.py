@@ -11,8 +11,8 @@ The transaction boundary: one batch, of at most `batch_size` rows, is one transa
 its commit, so that the log never claims what a crash took back. Between batches the session is idle.
 
 The sections stand in the order in which a run flows: durations and the window, configuration, the session, errors,
-findings, what the database says of a table, statements, reporting, a phase, the schedule, the run, setting up, the
-commands, main.
+findings, what the database says of a table, statements, the log, the record, the report, a phase, the schedule, the
+run, the status, setting up, the commands, main.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import dataclasses
 import datetime as dt
 import enum
 import errno
+import fcntl
 import getpass
 import io
 import itertools
@@ -44,10 +45,11 @@ import threading
 import time
 import tomllib
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, NoneType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import psycopg
 import psycopg.conninfo
@@ -99,7 +101,8 @@ class ConfigurationError(RetentionError):
 
     exit_status = Exit.CONFIG
 
-    def __init__(self, file: str, problems: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, file: str, problems: Sequence[tuple[str, str]], metrics: MetricsOptions | None = None) -> None:
+        self.metrics = metrics  # where such a failure is counted, if that much can be read
         self.problems = [
             (key, printable(f"{file}: {key}: {text}" if key else f"{file}: {text}")) for key, text in problems
         ]
@@ -564,7 +567,7 @@ def read_configuration(file: str) -> Configuration:
     if not any(policy is None or policy.enabled for policy in policies):
         problems.append(("policy", "no policy is enabled, so there is nothing to do; add a [policy.<name>] table"))
     if problems:
-        raise ConfigurationError(file, problems)
+        raise ConfigurationError(file, problems, sections["metrics"])
     return Configuration(file, **sections, policies=tuple(policy for policy in policies if policy))
 
 
@@ -748,13 +751,18 @@ SURVEYING = {
 }
 
 
-def sign_of_life(seconds: float) -> None:
-    """Tell systemd, if it waits for us, that the next sign comes within so many seconds; it gets a minute more."""
+def notify(text: str) -> None:
+    """Tell systemd, if it waits for us."""
     if "NOTIFY_SOCKET" in os.environ:
         with contextlib.suppress(Exception):  # not installed: then the unit's start time-out stands
             from systemd import daemon
 
-            daemon.notify(f"EXTEND_TIMEOUT_USEC={int((seconds + 60) * 1_000_000)}")
+            daemon.notify(text)
+
+
+def sign_of_life(seconds: float) -> None:
+    """Tell systemd that the next sign comes within so many seconds; it gets a minute more."""
+    notify(f"EXTEND_TIMEOUT_USEC={int((seconds + 60) * 1_000_000)}")
 
 
 LARGEST = 2**31 - 1  # of a time-out, in PostgreSQL and in libpq
@@ -1109,8 +1117,12 @@ password_exposed warning
     {file} holds a password and can be read by everybody on this machine (mode {mode})
     -> chmod o-r {file}  # or move the password to a passfile of mode 0600
 state_unusable warning
-    {problem}: no cutoff brake
-    -> let the user {user} write to the directory of metrics.state; a run replaces a file that is no state file
+    {problem}
+    -> let the user {user} write to the directory of metrics.state: without it there is no cutoff brake, no --status and
+        no history; a run replaces a file that is no state file
+metrics_unusable warning
+    {problem}
+    -> let the user {user} write to the directory of metrics.textfile, or set it to "" for no metrics
 clock_skew error RunFailedError
     clock skew: the database says {database}, this machine {machine}, more than database.max_clock_skew
         ({allowed}) apart; nothing is deleted
@@ -2098,12 +2110,35 @@ def explained(table: Table) -> tuple[sql.Composed, dict[str, Any]]:
     return sql.SQL("EXPLAIN {}").format(batch), {**parameters, "delete": False, "locked": None}
 
 
+def estimated(table: Table) -> sql.Composed:
+    """EXPLAIN of what a policy would find: the planner's estimate, for which nothing is read."""
+    age = sql.SQL("SELECT FROM ONLY {} t WHERE t.{} OPERATOR(pg_catalog.<) " + f"%(bound)s::{table.age_type}")
+    conditions = [sql.SQL("EXPLAIN (FORMAT JSON) {}").format(age.format(relation(table.name), Name(table.age)))]
+    for number, only in enumerate(table.only):  # put so that the column's statistics fit
+        values = f"%(only{number})s::{only.type}[]"
+        column = "{}::text" if only.type == "text" else "{}"
+        named = sql.SQL(f"t.{column} OPERATOR(pg_catalog.=) ANY ({values})").format(Name(only.column))
+        conditions.append(named)
+    return sql.SQL(" AND ").join(conditions)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a survey finds of a policy's rows; `oldest`: seconds from the oldest that is not held to the cutoff."""
+
+    rows: int
+    held: int
+    overdue: int  # not held, and past the retention by more than an interval
+    oldest: float | None
+
+
 def survey(tables: Sequence[Table]) -> sql.Composed:
-    """Of the last of these policies, the others having run in order: how many rows it finds, and how many are held.
+    """Of the last of these policies, the others having run in order: what it finds, as the fields of `Found`.
 
     What an earlier policy takes, a later one does not find, nor does it hold anything. Each `held` starts from the rows
     that stay and goes to what they name, by key. Reads a whole table once for each policy with references. Parameters:
-    `parameters_of` under the prefixes p0_, p1_ and so on.
+    `parameters_of` under the prefixes p0_, p1_ and so on; `hidden`, addresses of rows that rows which we cannot see
+    hold; `late`, the bound of what is overdue; `cutoff`.
     """
 
     def not_taken(alias: str, name: TableName, number: int) -> sql.Composed:
@@ -2135,22 +2170,43 @@ def survey(tables: Sequence[Table]) -> sql.Composed:
                     stays,
                 )
             )
+        if number == len(tables) - 1:
+            hidden = "SELECT {} FROM ONLY {} t WHERE t.ctid = ANY (%(hidden)s::tid[]) AND {}"
+            starts.append(sql.SQL(hidden).format(selected(table), relation(table.name), condition))
         held = sql.Identifier(f"held{number}")
         ctes.append(
             sql.SQL("{held} AS (({starts}) UNION SELECT p.* FROM {held} h CROSS JOIN LATERAL ({parents}) p)").format(
                 held=held, starts=sql.SQL(" UNION ALL ").join(starts), parents=parents_of(table, "h", condition)
             )
         )
-    return sql.SQL(
-        "WITH RECURSIVE {ctes} SELECT (SELECT count(*) FROM ONLY {table} t WHERE {rule} AND {not_taken}),"
-        " (SELECT count(*) FROM (SELECT DISTINCT tid FROM {held}) d)"
-    ).format(
+    return sql.SQL("""WITH RECURSIVE {ctes}
+SELECT count(*), count(*) FILTER (WHERE r.held),
+       count(*) FILTER (WHERE NOT r.held AND r.age OPERATOR(pg_catalog.<) %(late)s::{type}),
+       CASE WHEN count(*) FILTER (WHERE NOT r.held) > 0 THEN EXTRACT(EPOCH FROM %(cutoff)s::timestamp - GREATEST(
+           '0001-01-01'::timestamp, (min(r.age) FILTER (WHERE NOT r.held){over})::timestamp))::float8 END
+FROM (SELECT t.{age} AS age, t.ctid IN (SELECT tid FROM {held}) AS held
+      FROM ONLY {table} t WHERE {rule} AND {not_taken}) r""").format(
         ctes=sql.SQL(", ").join(ctes),
         table=relation(table.name),
+        age=Name(table.age),
+        type=sql.SQL(table.age_type),
+        over=sql.SQL(" + 1" if table.age_type == "date" else ""),  # a date is over at the next midnight
         rule=predicate(table, "t", f"p{number}_", ordered=table.indexed),
         not_taken=not_taken("t", table.name, number),
         held=held,
     )
+
+
+def survey_parameters(
+    tables: Sequence[Table], now: dt.datetime, interval: dt.timedelta, hidden: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The parameters of `survey`: rows are overdue when an interval has passed since their retention has."""
+    last = tables[-1]
+    cutoff = last.policy.cutoff(now).astimezone(UTC).replace(tzinfo=None).isoformat()
+    parameters: dict[str, Any] = {"late": last.bound(now - interval), "cutoff": cutoff, "hidden": list(hidden)}
+    for number, table in enumerate(tables):
+        parameters |= parameters_of(table, table.bound(now), f"p{number}_")
+    return parameters
 
 
 def census(table: Table, lifetime: Column | None) -> sql.Composed:
@@ -2182,8 +2238,8 @@ def census(table: Table, lifetime: Column | None) -> sql.Composed:
     return sql.SQL("SELECT {} FROM ONLY {} t").format(sql.SQL(", ").join([counts, *used]), relation(table.name))
 
 
-# ── Reporting ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-# The journal, the line form, the result and the state file. Never decides, never stops a purge.
+# ── The log ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# The journal and the line form. Never decides, never stops a purge.
 
 JOURNAL_SOCKET = "/run/systemd/journal/socket"
 
@@ -2212,7 +2268,7 @@ PHASE_FAILED = Event("phase_failed", "cfd189ef71d94205afac29b7556588a8", Level.E
 JOB_COMPLETED = Event("job_completed", "922ac7c65dad43cfae0e5940cc1f34bc")
 JOB_FAILED = Event("job_failed", "cc2bccc63a2544e2b925f69c5e295d2a", Level.ERROR)
 JOB_SKIPPED = Event("job_skipped", "b58b7f19fef548588ec0d44ea0529539")
-STATE_FAILED = Event("state_failed", "c2ac23a6f0504881972e95d3334f7348", Level.ERROR)
+RECORD_FAILED = Event("record_failed", "c2ac23a6f0504881972e95d3334f7348", Level.ERROR)
 
 
 def camel(name: str) -> str:
@@ -2251,6 +2307,8 @@ class Log:
         self.stream = stream
         self.verbose = verbose
         self.send = self.find_journal()
+        self.write: Callable[[str], None] = lambda line: print(line, file=self.stream, flush=True)
+        self.unwritten: tuple[Event, ...] = ()  # by `write`
         self.stopping: Callable[[], bool] = lambda: False
 
     @staticmethod
@@ -2288,12 +2346,12 @@ class Log:
                     **{key: str(value) for key, value in known.items()},
                 )
                 sent = True
-        if not (sent and self.is_journal()):
+        if not (sent and self.is_journal()) and event not in self.unwritten:
             moment = time.strftime("%Y-%m-%d %H:%M:%S")
             pairs = " ".join(f"{camel(key)}={format_value(value)}" for key, value in known.items())
             with contextlib.suppress(OSError, ValueError):
                 if self.is_writable():
-                    print(f"[{moment}] [{event.level.name}] {message} {pairs}", file=self.stream, flush=True)
+                    self.write(f"[{moment}] [{event.level.name}] {message} {pairs}")
 
     def journal_reads(self) -> bool:
         """Wait, for two seconds at most, for journald to take more: the library would hold up signals and all."""
@@ -2313,8 +2371,16 @@ class Log:
                 return False
         return True
 
+    def record_failed(self, what: str, why: str) -> None:
+        self.emit(RECORD_FAILED, what, ERROR=why)
+
     def connecting_again(self, error: UnavailableError) -> None:
         self.emit(CONNECT_RETRIED, "trying to connect again", ERROR=error.message, SQLSTATE=error.sqlstate)
+
+
+# ── The record ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# What is kept from run to run: the state file, the metrics file that is made of it, and the history beside it. Knows no
+# database. A file that cannot be read or written is said, and stops no purge.
 
 
 def uptime() -> float:
@@ -2335,81 +2401,865 @@ def boot_id() -> str:
         return os.environ.get("SESSION_RETENTION_BOOT_ID", "").replace("-", "")
 
 
-@dataclass(frozen=True, slots=True)
-class LastRun:
-    """What is remembered of a policy's last run, to notice a cutoff that jumped."""
-
-    now: dt.datetime  # the database's clock
-    cutoff: dt.datetime
-    uptime: float
-    boot_id: str
+def born(process: int) -> int:
+    """When the process started, in the kernel's ticks since the machine did; 0 if there is no such process."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{process}/stat", "rb") as stream:
+        return int(stream.read().rpartition(b")")[2].split()[19])
+    return 0
 
 
-class State:
-    """The state file: small, TOML, replaced atomically. Losing it loses the cutoff brake of one run, no more."""
-
-    def __init__(self, path: str, tell: Callable[[str, str], None]) -> None:
-        """Read the file; `tell` gets what failed, and why."""
-        self.path = path
-        self.tell = tell
-        self.policies: dict[str, LastRun] = {}
-        self.writable = bool(path)
-        if not path:
-            return
-        try:
-            self.policies = self.read()
-        except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not a state file of this program"
-            self.writable = os.path.isfile(path)  # a device, for example, is not to be replaced
-            tell("state not read", f"{path}: {reason}")
-
-    def read(self) -> dict[str, LastRun]:
-        if not os.path.exists(self.path):
-            return {}
-        if not os.path.isfile(self.path):
-            raise ValueError
-        with open(self.path, "rb") as stream:
-            document = tomllib.load(stream)
-        return {name: self.last_run(**entry) for name, entry in document.get("policy", {}).items()}
-
-    @staticmethod
-    def last_run(now: dt.datetime, cutoff: dt.datetime, uptime: float, boot_id: str) -> LastRun:
-        expect(now.tzinfo is not None and cutoff.tzinfo is not None and math.isfinite(float(uptime)))
-        return LastRun(now.astimezone(UTC), cutoff.astimezone(UTC), float(uptime), str(boot_id))
-
-    def record(self, policy: Policy, now: dt.datetime, *, consent: bool) -> None:
-        """Remember that the policy runs with this cutoff. A clock that went back is not remembered without consent."""
-        last = self.policies.get(policy.name)
-        if last is None or now >= last.now or consent:
-            with contextlib.suppress(Exception):  # another run may have written meanwhile
-                self.policies |= self.read()
-            self.policies[policy.name] = LastRun(now, policy.cutoff(now), uptime(), boot_id())
-            self.save()
-
-    def save(self) -> None:
-        if not self.writable:
-            return
-        document = {"policy": {name: dataclasses.asdict(last) for name, last in self.policies.items()}}
-        try:
-            replace_file(self.path, tomli_w.dumps(document))
-        except OSError as error:
-            self.writable = False  # said once
-            self.tell("state not written", f"{self.path}: {error.strerror}")
+def read_moment(value: Any) -> dt.datetime:
+    expect(type(value) is dt.datetime and value.tzinfo is not None)
+    return value.astimezone(UTC)  # type: ignore[no-any-return]
 
 
-def replace_file(path: str, content: str) -> None:
-    """Put the content in the file's place at once, mode 0644: a reader sees the old file or the new one."""
-    directory = os.path.dirname(path)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=directory, prefix=".new-", delete=False) as stream:
+def read_number(value: Any) -> float:
+    expect(type(value) in (int, float) and math.isfinite(float(value)))
+    return float(value)
+
+
+# The upper bounds of the histogram of run durations, in milliseconds: from an empty run to the longest one.
+BUCKETS = ("100", "1000", "10000", "60000", "300000", "900000", "1800000", "3600000", "+Inf")
+
+
+def read_buckets(value: Any) -> dict[str, int]:
+    expect(type(value) is dict and all(type(count) is int and count >= 0 for count in value.values()))
+    return {bound: value.get(bound, 0) for bound in BUCKETS}
+
+
+COUNT = Kind("a whole number, 0 or more", exactly(int, lambda count: 0 <= count < 2**63))
+NUMBER = Kind("a finite number", read_number)
+MOMENT = Kind("a time with its zone", read_moment)
+WORDS = Kind("text", text_of)
+COUNTS = Kind("counts by upper bound", read_buckets)
+
+
+@dataclass(slots=True)
+class PolicyRecord:
+    """What is kept of a policy: its counters for ever, its last cutoff, and how its last run left its table."""
+
+    table: str = option(WORDS, "")
+    enabled: bool = option(BOOLEAN, False)
+    retention_seconds: float = option(NUMBER, 0)
+    deleted: int = option(COUNT, 0)
+    errors: int = option(COUNT, 0)
+    # of the last run that was let go on: what the cutoff brake compares with
+    now: dt.datetime | None = option(MOMENT)  # the database's clock
+    cutoff: dt.datetime | None = option(MOMENT)
+    uptime: float = option(NUMBER, 0)
+    boot_id: str = option(WORDS, "")
+    # of the last run: None is not known
+    ended: dt.datetime | None = option(MOMENT)
+    stop_reason: str | None = option(WORDS)
+    sqlstate: str | None = option(WORDS)
+    error: str | None = option(WORDS)
+    backlog: int | None = option(COUNT)
+    blocked: int | None = option(COUNT)
+    blocked_by: str | None = option(WORDS)
+    undeletable: int | None = option(COUNT)
+    overdue: int | None = option(COUNT)
+    oldest_row_age_seconds: float | None = option(NUMBER)
+    # of the last run that drained it: the database's clock when that began
+    last_drained: dt.datetime | None = option(MOMENT)
+
+
+@dataclass(slots=True)
+class JobRecord:
+    """What is kept of the job as a whole, its last run among it."""
+
+    interval_seconds: float = option(NUMBER, 0)
+    errors: int = option(COUNT, 0)
+    run_duration_ms: dict[str, int] = field(default_factory=dict, metadata={"kind": COUNTS})
+    run_duration_ms_sum: float = option(NUMBER, 0)
+    last_success: dt.datetime | None = option(MOMENT)
+    skipped: int = option(COUNT, 0)  # in a row, since the last run
+    last_skipped: dt.datetime | None = option(MOMENT)
+    last_run: dt.datetime | None = option(MOMENT)  # its end, as that of last_success
+    job_run_id: str | None = option(WORDS)
+    started: dt.datetime | None = option(MOMENT)
+    scheduled: bool = option(BOOLEAN, False)
+    stop_reason: str | None = option(WORDS)
+    exit_status: int | None = option(COUNT)
+    error: str | None = option(WORDS)
+
+
+@dataclass(slots=True)
+class RunningRecord:
+    """A run that has not ended. Where its process is gone, it was killed, or its machine was."""
+
+    started: dt.datetime | None = option(MOMENT)
+    scheduled: bool = option(BOOLEAN, False)
+    process: int = option(COUNT, 0)
+    born: int = option(COUNT, 0)
+    boot_id: str = option(WORDS, "")
+    phase: str | None = option(WORDS)
+    deleted: int = option(COUNT, 0)  # when it was last saved
+
+    @property
+    def alive(self) -> bool:
+        return self.boot_id == boot_id() and self.born == born(self.process) != 0
+
+
+@dataclass(slots=True)
+class Totals:
+    """The content of the state file."""
+
+    job: JobRecord = field(default_factory=JobRecord)
+    policies: dict[str, PolicyRecord] = field(default_factory=dict)
+    running: dict[str, RunningRecord] = field(default_factory=dict)
+
+    def policy(self, name: str) -> PolicyRecord:
+        return self.policies.setdefault(name, PolicyRecord())
+
+    def configure(self, config: Configuration) -> None:
+        """Take over what the metrics tell of the configuration."""
+        self.job.interval_seconds = config.run.retention_interval.total_seconds()
+        for record in self.policies.values():
+            record.enabled = False
+        for policy in config.enabled:
+            record = self.policy(policy.name)
+            record.table, record.enabled = str(policy.table), True
+            record.retention_seconds = policy.keep.total_seconds()
+
+
+def read_state(path: str) -> Totals:
+    """Read a state file; ValueError, among others, if it is none."""
+    with open(path, "rb") as stream:
+        document = tomllib.load(stream)
+    problems: Problems = []
+    totals = Totals(
+        read_section(JobRecord, "job", document.get("job", {}), problems),
+        {name: read_section(PolicyRecord, name, table, problems) for name, table in document.get("policy", {}).items()},
+        {key: read_section(RunningRecord, key, table, problems) for key, table in document.get("running", {}).items()},
+    )
+    expect(not problems)
+    return totals
+
+
+def show_state(totals: Totals) -> str:
+    policies = {name: show_section(record) for name, record in totals.policies.items()}
+    running = {key: show_section(record) for key, record in totals.running.items()}
+    return tomli_w.dumps({"job": show_section(totals.job), "policy": policies, "running": running})
+
+
+PREFIX = "identity_session_retention_"
+# Of each enabled policy, by the field of its record; a value that is not known, or that nothing has, is left out.
+POLICY_GAUGES = {
+    "backlog": "Rows still under the policy's predicate when its last run ended, blocked and undeletable included.",
+    "blocked": "Of the backlog, rows to which a row that stays refers.",
+    "undeletable": "Of the backlog, rows that the database refuses to delete.",
+    "overdue": "Of the backlog, unblocked rows older than their retention plus one interval.",
+    "oldest_row_age_seconds": "Age of the oldest unblocked row of the backlog when the last run ended.",
+    "last_drained_timestamp_seconds": "When the last run began that left no unblocked row of the policy.",
+}
+JOB_GAUGES = {
+    "interval_seconds": "How often the job is meant to run.",
+    "last_run_timestamp_seconds": "When the last run ended, however it ended.",
+    "last_success_timestamp_seconds": "When the last run of all policies ended well.",
+}
+
+
+def exposition(totals: Totals) -> str:
+    """The metrics, in Prometheus's text format."""
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+    def value(record: JobRecord | PolicyRecord, gauge: str) -> Any:
+        found = getattr(record, gauge.removesuffix("_timestamp_seconds"))
+        return found.timestamp() if isinstance(found, dt.datetime) else found
+
+    job = totals.job
+    policies = {name: record for name, record in totals.policies.items() if record.enabled}
+    families: list[Any] = []
+
+    def add(kind: Any, name: str, text: str, samples: Mapping[Any, Any], *labels: str) -> None:
+        family = kind(PREFIX + name, text, labels=labels)
+        for values, number in samples.items():
+            if number is not None:
+                family.add_metric(values, number)
+        if family.samples:
+            families.append(family)
+
+    for name, record in policies.items():
+        add(CounterMetricFamily, f"{name}_deleted", f"Rows that the policy {name} has deleted.", {(): record.deleted})
+    errors = {("",): job.errors, **{(name,): record.errors for name, record in policies.items()}}
+    add(CounterMetricFamily, "errors", "Failures of a policy, or with an empty one of a whole run.", errors, "policy")
+    duration = HistogramMetricFamily(f"{PREFIX}run_duration_ms", "Duration of a run, in milliseconds.")
+    buckets = [(bound, job.run_duration_ms.get(bound, 0)) for bound in BUCKETS]
+    duration.add_metric([], buckets, job.run_duration_ms_sum)
+    families.append(duration)
+    for gauge, text in JOB_GAUGES.items():
+        add(GaugeMetricFamily, gauge, text, {(): value(job, gauge)})
+    kept = {(name,): record.retention_seconds for name, record in policies.items()}
+    text = "How long the policy keeps a row after the time in its column."
+    add(GaugeMetricFamily, "retention_seconds", text, kept, "policy")
+    for gauge, text in POLICY_GAUGES.items():
+        samples = {(name, record.table): value(record, gauge) for name, record in policies.items()}
+        add(GaugeMetricFamily, gauge, text, samples, "policy", "table")
+    collector = type("Collector", (), {"collect": lambda _self: families})
+    registry = CollectorRegistry()
+    registry.register(cast(Any, collector()))
+    return generate_latest(registry).decode()
+
+
+def add_reported(totals: Totals, text: str) -> None:
+    """Raise the counters and times to those of a metrics file: what was reported once is never taken back."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    job, buckets, total = totals.job, dict.fromkeys(BUCKETS, 0), 0.0
+
+    def later(moment: dt.datetime | None, seconds: float) -> dt.datetime:
+        return max(filter(None, [moment, dt.datetime.fromtimestamp(seconds, UTC)]))
+
+    read: Callable[[str], Any] = text_string_to_metric_families
+    samples = [sample for family in read(text) for sample in family.samples]
+    for sample in samples:
+        name, value, policy = sample.name.removeprefix(PREFIX), sample.value, sample.labels.get("policy", "")
+        if name.endswith("_deleted_total"):
+            record = totals.policy(name.removesuffix("_deleted_total"))
+            record.deleted = max(record.deleted, int(value))
+        elif name == "errors_total":
+            failing = totals.policy(policy) if policy else job
+            failing.errors = max(failing.errors, int(value))
+        elif name == "run_duration_ms_bucket" and sample.labels["le"] in buckets:
+            buckets[sample.labels["le"]] = int(value)
+        elif name == "run_duration_ms_sum":
+            total = value
+        elif name == "last_run_timestamp_seconds":
+            job.last_run = later(job.last_run, value)
+        elif name == "last_success_timestamp_seconds":
+            job.last_success = later(job.last_success, value)
+        elif name == "last_drained_timestamp_seconds":
+            record = totals.policy(policy)
+            record.last_drained = later(record.last_drained, value)
+    if buckets["+Inf"] > job.run_duration_ms.get("+Inf", 0):
+        job.run_duration_ms, job.run_duration_ms_sum = buckets, total
+
+
+def replace_file(path: str, content: str, *, durable: bool = True) -> None:
+    """Put the content in the file's place at once, mode 0644: a reader sees the old file or the new one.
+
+    A `durable` file is there after a crash of the machine, too. What is there and no file, such as a device, stays.
+    """
+    if os.path.lexists(path) and not os.path.isfile(path):
+        raise OSError(errno.EINVAL, "not a regular file")
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", errors="surrogateescape", dir=os.path.dirname(path), prefix=".new-", delete=False
+    ) as stream:
         try:
             stream.write(content)
             stream.flush()
             os.fchmod(stream.fileno(), 0o644)
-            os.fsync(stream.fileno())
+            if durable:
+                os.fsync(stream.fileno())
             os.replace(stream.name, path)
         except BaseException:
             os.unlink(stream.name)
             raise
+
+
+NO_BRAKE = "without it a run has no cutoff brake"
+
+
+class Record:
+    """The state file, the metrics file and the history. Losing them loses counts and the cutoff brake of one run.
+
+    What a run adds is collected, and put into the files as they are when it is saved: another instance on this machine
+    may have written meanwhile, and a lock on the directory keeps two from doing that at once.
+    """
+
+    EVERY = 5.0  # seconds, between two savings on the way
+    KEPT = 400  # runs in the history: more than a year of nights
+
+    def __init__(self, options: MetricsOptions, tell: Callable[[str, str], None]) -> None:
+        """Read the state; `tell` gets what failed, and why, each failure once."""
+        self.options = options
+        self.tell = tell
+        self.told: set[str] = set()
+        self.patience = 2.0  # seconds, for the lock, which is held for milliseconds
+        self.saved = clock()
+        self.changes: list[Callable[[Totals], None]] = []
+        self.deleted: Counter[str] = Counter()
+        self.runs: dict[str, dict[str, Any]] = {}  # for the history
+        self.totals = self.read()
+
+    @property
+    def history(self) -> str:
+        """Its path: beside the state, unless that is something like a device."""
+        state = self.options.state
+        if not state or (os.path.lexists(state) and not os.path.isfile(state)):
+            return ""
+        return os.path.join(os.path.dirname(state), "history.jsonl")
+
+    def fail(self, what: str, path: str, error: Exception, consequence: str) -> None:
+        if what not in self.told:
+            self.told.add(what)
+            reason = error.strerror if isinstance(error, OSError) else one_line(str(error))
+            self.tell(what, f"{path}: {reason or type(error).__name__}; {consequence}")
+
+    def read(self) -> Totals:
+        totals, path = Totals(), self.options.state
+        try:
+            if path and os.path.exists(path):
+                expect(os.path.isfile(path))
+                totals = read_state(path)
+        except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+            cause = error if isinstance(error, OSError) else ValueError("not a state file of this program")
+            self.fail("state not read", path, cause, NO_BRAKE)
+        if self.options.textfile:
+            with contextlib.suppress(Exception), open(self.options.textfile, encoding="utf-8") as stream:
+                add_reported(totals, stream.read())
+        return totals
+
+    def change(self, change: Callable[[Totals], None]) -> None:
+        """Make a change with the next saving, and for this run at once."""
+        self.changes.append(change)
+        change(self.totals)
+
+    def add_deleted(self, policy: str, count: int) -> None:
+        self.deleted[policy] += count
+
+    def save(self) -> None:
+        """Write the files; whatever cannot be written is tried again with the next saving."""
+        state, textfile = self.options.state, self.options.textfile
+        if not state and not textfile:
+            return
+        self.saved = clock()
+        with self.locked(os.path.dirname(state or textfile)):
+            totals = self.read()
+            for change in self.changes:
+                change(totals)
+            for policy, count in self.deleted.items():
+                totals.policy(policy).deleted += count
+            self.totals = totals
+            written = [
+                self.write("state", state, lambda: show_state(totals), NO_BRAKE),
+                self.write("metrics", textfile, lambda: exposition(totals), "what is there is of an earlier run"),
+            ]
+            if any(written):
+                self.changes.clear()
+                self.deleted.clear()
+            if self.runs and self.write("history", self.history, self.history_of, "this run is not in it"):
+                self.runs.clear()
+
+    def write(self, what: str, path: str, content: Callable[[], str], consequence: str) -> bool:
+        if not path:
+            return False
+        try:
+            replace_file(path, content(), durable=what != "metrics")
+        except Exception as error:  # noqa: BLE001, a library's perhaps
+            self.fail(f"{what} not written", path, error, consequence)
+            return False
+        return True
+
+    def history_of(self) -> str:
+        """The history with the runs that are to be added; OSError where it cannot be read, so that it is not lost."""
+        lines = []
+        if os.path.exists(self.history):
+            with open(self.history, encoding="utf-8", errors="surrogateescape") as stream:
+                lines = [line for line in stream.read().splitlines() if not any(key in line for key in self.runs)]
+        lines += [json.dumps(run) for run in self.runs.values()]
+        return "".join(f"{line}\n" for line in lines[-self.KEPT :])
+
+    @contextlib.contextmanager
+    def locked(self, directory: str) -> Iterator[None]:
+        """Hold the lock on the directory, if it can be had: a count may get lost without it, a run would with it."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                number = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                stack.callback(os.close, number)
+                end = clock() + self.patience
+                while True:
+                    try:
+                        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        if clock() >= end:
+                            self.patience = 0.0  # somebody sits on it
+                            break
+                        select.select([], [], [], 0.02)
+            yield
+
+    def remember_cutoff(self, policy: Policy, now: dt.datetime, *, consent: bool) -> None:
+        """Keep the cutoff with which the policy runs, before it deletes. Of a clock that went back only by consent."""
+
+        def remember(totals: Totals) -> None:
+            record = totals.policy(policy.name)
+            if record.now is None or now >= record.now or consent:
+                record.now, record.cutoff = now, policy.cutoff(now)
+                record.uptime, record.boot_id = uptime(), boot_id()
+
+        self.change(remember)
+        self.save()
+
+    def skip(self, config: Configuration, moment: dt.datetime) -> None:
+        """Count a run outside the night window, which is no run."""
+
+        def skip(totals: Totals) -> None:
+            totals.configure(config)
+            totals.job.skipped += 1
+            totals.job.last_skipped = moment
+
+        self.change(skip)
+        self.save()
+
+    def begin(self, config: Configuration, job_run_id: str, running: RunningRecord) -> None:
+        """Note that a run has begun, and which ones never ended."""
+
+        def begin(totals: Totals) -> None:
+            totals.configure(config)
+            for key, other in [*totals.running.items()]:
+                if not other.alive:
+                    self.runs[key] = interrupted(key, other)
+                    del totals.running[key]
+            totals.running[job_run_id] = running
+
+        self.change(begin)
+        self.save()
+
+    def progress(self, job_run_id: str, phase: str, deleted: int) -> None:
+        """Save every few seconds how far a run has come."""
+        if clock() - self.saved < self.EVERY:
+            return
+
+        def progress(totals: Totals) -> None:
+            if job_run_id in totals.running:
+                totals.running[job_run_id].phase, totals.running[job_run_id].deleted = phase, deleted
+
+        self.change(progress)
+        self.save()
+
+    def phase_ended(self, outcome: Outcome, moment: dt.datetime) -> None:
+        def end(totals: Totals) -> None:
+            record = totals.policy(outcome.policy.name)
+            record.errors += outcome.error is not None
+            record.ended, record.stop_reason = moment, outcome.stop_reason
+            record.sqlstate = outcome.error.sqlstate if outcome.error else None
+            record.error = outcome.error.message if outcome.error else None
+            record.backlog, record.blocked, record.undeletable = outcome.backlog, outcome.blocked, outcome.undeletable
+            record.blocked_by, record.overdue = outcome.blocked_by, outcome.overdue
+            record.oldest_row_age_seconds = outcome.oldest_row_age_seconds
+            if outcome.drained:
+                record.last_drained = max(filter(None, [record.last_drained, outcome.now]))
+
+        self.change(end)
+
+    def job_ended(self, run: dict[str, Any], moment: dt.datetime, milliseconds: float | None) -> None:
+        """Note how a run ended: `run` is its line of the history; no duration of one that did not even begin."""
+
+        def end(totals: Totals) -> None:
+            job = totals.job
+            totals.running.pop(run["job_run_id"], None)
+            job.job_run_id, job.scheduled = run["job_run_id"], run["scheduled"]
+            job.stop_reason, job.exit_status = run["stop_reason"], run["exit_status"]
+            job.error = "; ".join(error["message"] for error in run["errors"]) or None
+            job.errors += bool(run["errors"])
+            job.started, job.last_run, job.skipped = dt.datetime.fromisoformat(run["started"]), moment, 0
+            if run["success"]:
+                job.last_success = moment
+            if milliseconds is not None:
+                reached = {bound for bound in BUCKETS if milliseconds <= float(bound)}
+                buckets = job.run_duration_ms
+                job.run_duration_ms = {bound: buckets.get(bound, 0) + (bound in reached) for bound in BUCKETS}
+                job.run_duration_ms_sum += milliseconds
+
+        self.change(end)
+        self.runs[run["job_run_id"]] = run
+        self.save()
+
+
+def interrupted(job_run_id: str, running: RunningRecord) -> dict[str, Any]:
+    """The history's line of a run that was killed; what it deleted after it was last saved is not known."""
+    return {
+        "job_run_id": job_run_id,
+        "started": running.started and format_time(running.started),
+        "ended": None,
+        "now": None,
+        "scheduled": running.scheduled,
+        "success": False,
+        "stop_reason": "interrupted",
+        "exit_status": None,
+        "errors": [],
+        "phase": running.phase,
+        "deleted": running.deleted,
+        "policies": {},
+    }
+
+
+# ── The report ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# What is told of a run while it goes on: to the log, the record, whoever looks at the terminal or asks systemd, and to
+# a collector of traces. Never decides, never stops a purge.
+
+
+class View:
+    """Where progress is shown; here, nowhere."""
+
+    shows = False  # so that nothing is estimated for nobody
+
+    def phase_started(self, policy: str, estimate: int | None) -> None:
+        """`estimate`: how many rows the planner thinks will go."""
+
+    def deleted(self, count: int, words: str) -> None:
+        """So many rows of the phase are gone; `words` say it."""
+
+    def phase_ended(self, words: str) -> None:
+        """The phase is over."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+class UnitView(View):
+    """What `systemctl status` shows."""
+
+    shows = True
+
+    def __init__(self) -> None:
+        self.policy, self.told = "", 0.0
+
+    def phase_started(self, policy: str, estimate: int | None) -> None:  # noqa: ARG002, as that of View
+        self.policy, self.told = policy, 0.0
+        notify(f"STATUS={policy}: started")
+
+    def deleted(self, count: int, words: str) -> None:  # noqa: ARG002, as that of View
+        if clock() - self.told >= 1:  # a second: nobody reads faster
+            self.told = clock()
+            notify(f"STATUS={self.policy}: {words}")
+
+    def phase_ended(self, words: str) -> None:
+        notify(f"STATUS={self.policy}: {words}")
+
+
+class TerminalView(View):
+    """A bar for each phase below the lines of the log, of which those of batches are left to the journal."""
+
+    shows = True
+
+    def __init__(self, log: Log) -> None:
+        """ImportError, if what it takes is not there."""
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
+
+        # nothing in a line is markup, an emoji or to be coloured
+        console = Console(file=log.stream, markup=False, emoji=False, highlight=False)
+        if not console.is_terminal or console.is_dumb_terminal:
+            raise ImportError
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(16),
+            TaskProgressColumn("{task.percentage:>3.0f}%"),
+        )
+        self.progress = Progress(
+            *columns,
+            TextColumn("{task.fields[words]}", markup=False),
+            console=console,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self.task: TaskID | None = None
+        self.progress.start()
+        log.write = lambda line: console.print(line, soft_wrap=True)
+        log.unwritten = () if log.verbose else (BATCH_DELETED,)
+
+    def phase_started(self, policy: str, estimate: int | None) -> None:
+        self.task = self.progress.add_task(policy, total=estimate and max(estimate, 1), words="")
+
+    def deleted(self, count: int, words: str) -> None:
+        if self.task is not None:
+            self.progress.update(self.task, completed=count, words=words)
+
+    def phase_ended(self, words: str) -> None:
+        if self.task is not None:
+            completed = self.progress.tasks[self.task].completed
+            self.progress.update(self.task, total=max(completed, 1), words=words)
+            self.task = None
+
+    def close(self) -> None:
+        self.progress.stop()
+
+
+def view_of(log: Log) -> View:
+    """Where to show progress: on a terminal that can, or to systemd if it started us."""
+    if "NOTIFY_SOCKET" in os.environ:
+        return UnitView()
+    with contextlib.suppress(Exception):  # not installed, closed, or no stream at all
+        if log.stream.isatty():
+            return TerminalView(log)
+    return View()
+
+
+class Failures(logging.Handler):
+    """Notes that something failed, and no more: what is said of it may quote an endpoint with its credentials."""
+
+    happened = False
+
+    def emit(self, _record: logging.LogRecord) -> None:
+        self.happened = True
+
+
+class Traces:
+    """Spans of the run, its phases and batches: where OpenTelemetry is installed and OTEL_… name an endpoint."""
+
+    PATIENCE = 5.0  # seconds, for sending what is left at the end
+
+    def __init__(self, tell: Callable[[str, str], None]) -> None:
+        self.tell = tell
+        self.tracer: Any = None
+        self.spans: list[Any] = []  # the run, and the phase in it
+        self.failures = Failures(logging.ERROR)
+        if traces_wanted():
+            with contextlib.suppress(ImportError):
+                self.connect()
+
+    def connect(self) -> None:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+        if protocol == "grpc":
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        else:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        logger = logging.getLogger("opentelemetry")
+        logger.addHandler(self.failures)
+        logger.propagate = False
+        named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+        resource = Resource.create({} if named else {"service.name": PROGRAM})
+        self.provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self.provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        self.tracer = self.provider.get_tracer(PROGRAM, VERSION)
+
+    def begin(self, name: str, *, seconds_ago: float = 0.0, **attributes: Any) -> None:
+        """Begin a span in the innermost one that has not ended; attributes that are None are left out."""
+        if self.tracer:
+            from opentelemetry.trace import set_span_in_context
+
+            context = set_span_in_context(self.spans[-1]) if self.spans else None
+            start = time.time_ns() - int(seconds_ago * 1e9)
+            self.spans.append(self.tracer.start_span(name, context, attributes=known(attributes), start_time=start))
+
+    def end(self, error: str | None = None, **attributes: Any) -> None:
+        """End the innermost span that has not ended; the error's text is safe to show."""
+        if self.spans:
+            from opentelemetry.trace import Status, StatusCode
+
+            span = self.spans.pop()
+            span.set_attributes(known(attributes))
+            if error:
+                span.set_status(Status(StatusCode.ERROR, error))
+            span.end()
+
+    def close(self, seconds: float) -> None:
+        """Send what is left, for so long at most: an endpoint that does not answer holds up no run."""
+        if self.tracer:
+            sending = threading.Thread(target=self.provider.shutdown, daemon=True)
+            sending.start()
+            sending.join(min(seconds, self.PATIENCE))
+            if sending.is_alive() or self.failures.happened:
+                self.tell("traces not sent", "the endpoint that OTEL_EXPORTER_OTLP_… name does not take them")
+
+
+def traces_wanted() -> bool:
+    """Whether OpenTelemetry's own variables ask for traces."""
+    environment = os.environ
+    endpoints = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    return (
+        any(environment.get(endpoint) for endpoint in endpoints)
+        and environment.get("OTEL_SDK_DISABLED", "").strip().lower() != "true"
+        and "otlp" in environment.get("OTEL_TRACES_EXPORTER", "otlp")
+    )
+
+
+def known(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+class Report:
+    """Tells everybody of what happens in a run."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.log = job.log
+        self.record = Record(job.config.metrics, job.log.record_failed)
+        self.view = view_of(job.log)
+        self.traces = Traces(job.log.record_failed)
+        self.started = dt.datetime.now(UTC)
+        self.deleted = 0  # in this run, for certain
+        self.phase_deleted, self.phase_started_at = 0, 0.0
+        self.estimate: int | None = None
+
+    def begin(self) -> None:
+        """The run begins, and has not connected yet."""
+        run, job = self.log.job_run_id, self.job
+        process = os.getpid()
+        running = RunningRecord(self.started, job.scheduled, process, born(process), boot_id())
+        self.record.begin(job.config, run, running)
+        self.traces.begin("run", jobRunId=run, correlationId=run)
+
+    def job_started(self, now: dt.datetime, reached: set[str]) -> None:
+        """It knows what time it is, and the tables that deletes reach by leave of allow_cascade."""
+        cutoffs = {f"CUTOFF_{policy.name.upper()}": format_time(policy.cutoff(now)) for policy in self.job.policies}
+        self.log.emit(JOB_STARTED, "job started", **cutoffs, CASCADES=", ".join(sorted(reached)) or None)
+
+    def phase_started(self, policy: Policy, now: dt.datetime, walk: str, estimate: int | None) -> None:
+        """`estimate`: how many rows the planner thinks will go."""
+        self.log.emit(
+            PHASE_STARTED,
+            f"Starting {policy.title or policy.name}.",
+            PHASE=policy.name,
+            TABLE=policy.table,
+            CUTOFF=format_time(policy.cutoff(now)),
+            WALK=walk,
+        )
+        self.phase_deleted, self.phase_started_at, self.estimate = 0, clock(), estimate
+        self.traces.begin("phase", phase=policy.name, table=str(policy.table), walk=walk)
+        self.view.phase_started(policy.name, estimate)
+        self.record.remember_cutoff(policy, now, consent=not self.job.scheduled)
+
+    def batch_deleted(self, policy: Policy, deleted: int, size: int, seconds: float) -> None:
+        """A batch of at most `size` rows was committed, after so many seconds."""
+        self.log.emit(
+            BATCH_DELETED,
+            "batch deleted",
+            PHASE=policy.name,
+            DELETED_COUNT=deleted,
+            BATCH_SIZE=size,
+            DURATION_MS=round(seconds * 1000),
+        )
+        self.traces.begin("batch", seconds_ago=seconds, phase=policy.name, batchSize=size, deletedCount=deleted)
+        self.traces.end()
+        self.count(policy, deleted)
+        self.view.deleted(self.phase_deleted, self.words())
+        self.record.progress(self.log.job_run_id, policy.name, self.deleted)
+
+    def count(self, policy: Policy, deleted: int) -> None:
+        self.deleted += deleted
+        self.phase_deleted += deleted
+        self.record.add_deleted(policy.name, deleted)
+
+    def words(self) -> str:
+        """How the phase gets on."""
+        seconds = max(clock() - self.phase_started_at, 0.001)
+        left = format_duration(round_down(dt.timedelta(seconds=max(0.0, self.job.end - clock()))))
+        words = [f"{self.phase_deleted:,} rows deleted", f"{self.phase_deleted / seconds:,.0f}/s"]
+        if self.estimate:
+            words.append(f"of about {max(self.estimate, self.phase_deleted):,}")
+        return ", ".join([*words, f"budget left {left}"])
+
+    def batch_retried(self, policy: Policy, failure: RetentionError, what: str, size: int) -> None:
+        self.log.emit(
+            BATCH_RETRIED,
+            f"batch failed, {what}",
+            PHASE=policy.name,
+            SQLSTATE=failure.sqlstate,
+            ERROR=failure.message,
+            BATCH_SIZE=size,
+        )
+
+    def phase_ended(self, outcome: Outcome) -> None:
+        """The policy has its outcome; perhaps its phase did not even start."""
+        counts: dict[str, object] = {
+            "PHASE": outcome.policy.name,
+            "DELETED_COUNT": outcome.deleted,
+            "BACKLOG_REMAINING": outcome.backlog,
+            "BLOCKED": outcome.blocked,
+            "BLOCKED_BY": outcome.blocked_by,
+            "UNDELETABLE": outcome.undeletable,
+        }
+        removed = "unknown" if outcome.deleted is None else f"{outcome.deleted:,}"
+        error = outcome.error
+        if error:
+            self.log.emit(PHASE_FAILED, "phase failed", SQLSTATE=error.sqlstate, ERROR=error.message, **counts)
+        else:
+            drained = outcome.stop_reason == "drained"
+            ended = "finished successfully" if drained else f"stopped ({outcome.stop_reason})"
+            counts |= {"DURATION_MS": round(outcome.seconds * 1000), "STOP_REASON": outcome.stop_reason}
+            self.log.emit(PHASE_COMPLETED, f"Cleanup {ended}. Removed rows: {removed}.", **counts)
+        if outcome.deleted is not None and outcome.deleted > self.phase_deleted and outcome.started:
+            self.count(outcome.policy, outcome.deleted - self.phase_deleted)  # settled after the last batch
+        self.record.phase_ended(outcome, dt.datetime.now(UTC))
+        if self.traces.tracer and not outcome.started:
+            self.traces.begin("phase", phase=outcome.policy.name, table=str(outcome.policy.table))
+        self.traces.end(
+            error.message if error else None,
+            deletedCount=outcome.deleted,
+            backlogRemaining=outcome.backlog,
+            stopReason=outcome.stop_reason,
+            sqlstate=error.sqlstate if error else None,
+        )
+        if outcome.started:
+            self.view.phase_ended(f"{removed} rows deleted, {outcome.stop_reason}")
+
+    def job_ended(self, result: Result) -> None:
+        """The run has an outcome for each of its policies."""
+        backlogs = [outcome.backlog for outcome in result.outcomes]
+        numbers = [backlog for backlog in backlogs if backlog is not None]
+        seconds = clock() - self.job.started
+        self.record_run(result, seconds)  # with which the fields below are of the same knowledge
+        fields: dict[str, object] = {}
+        for outcome in result.outcomes:
+            fields |= {f"{outcome.policy.name.upper()}_{key}": value for key, value in self.proof(outcome).items()}
+        self.log.emit(
+            JOB_COMPLETED,
+            "job completed",
+            **fields,
+            DURATION_MS=round(seconds * 1000),
+            BACKLOG_REMAINING=sum(numbers) if len(numbers) == len(backlogs) else None,
+            STOP_REASON=result.stop_reason,
+            FAILED_PHASES=sum(1 for outcome in result.outcomes if outcome.error),
+        )
+        self.traces.end("a policy failed" if result.exit_status else None, stopReason=result.stop_reason)
+
+    def proof(self, outcome: Outcome) -> dict[str, object]:
+        """What an auditor asks of a policy, for the journal: the files can be rewritten by the user of the job."""
+        drained = self.record.totals.policy(outcome.policy.name).last_drained
+        return {
+            "DELETED": outcome.deleted,
+            "BACKLOG": outcome.backlog,
+            "BLOCKED": outcome.blocked,
+            "OVERDUE": outcome.overdue,
+            "OLDEST_ROW_AGE_SECONDS": outcome.oldest_row_age_seconds and round(outcome.oldest_row_age_seconds),
+            "LAST_DRAINED": drained and format_time(drained),
+        }
+
+    def job_failed(self, result: Result, sqlstate: str | None) -> None:
+        """Something stopped the whole run."""
+        message = result.errors[0][1]
+        self.log.emit(JOB_FAILED, "job failed", ERROR=message, SQLSTATE=sqlstate)
+        self.record_run(result, clock() - self.job.started)
+        self.traces.end(message, sqlstate=sqlstate)
+
+    def record_run(self, result: Result, seconds: float) -> None:
+        ended = dt.datetime.now(UTC)
+        whole = self.job.policies == self.job.config.enabled
+        line = history_line(result, self.started, ended, self.job.scheduled, whole=whole)
+        self.record.job_ended(line, ended, seconds * 1000)
+
+    def close(self) -> None:
+        """Nothing more comes: the terminal is given back, and traces are sent."""
+        with contextlib.suppress(Exception):
+            self.view.close()
+        left = 1.0 if self.job.session.interrupts.requested else math.inf
+        self.traces.close(left)
+
+
+def history_line(
+    result: Result, started: dt.datetime, ended: dt.datetime, scheduled: bool, *, whole: bool
+) -> dict[str, Any]:
+    """What the history keeps of a run. A success is one of all policies that no signal stopped, with status 0."""
+    return {
+        "job_run_id": result.job_run_id,
+        "started": format_time(started),
+        "ended": format_time(ended),
+        "now": result.now and format_time(result.now),
+        "scheduled": scheduled,
+        "success": whole and result.exit_status == Exit.OK and result.stop_reason != "signal",
+        "stop_reason": result.stop_reason,
+        "exit_status": int(result.exit_status),
+        "errors": [{"key": key, "message": message} for key, message in result.errors],
+        "policies": {outcome.policy.name: outcome.history() for outcome in result.outcomes},
+    }
 
 
 # ── A phase ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -2585,20 +3435,22 @@ class Phase:
         session: Session,
         table: Table,
         now: dt.datetime,
-        size: int,
-        pause: dt.timedelta | None,
+        options: RunOptions,
         limits: Limits,
-        log: Log,
+        report: Report,
     ) -> None:
         self.session = session
-        self.log = log
+        self.report = report
         self.table = table
+        self.now = now
         self.bound = table.bound(now)
-        self.size = self.limit = size
-        self.pause = pause
+        self.options = options
+        self.size = self.limit = table.policy.batch_size or options.batch_size
+        self.pause = options.pause
         self.limits = limits
         self.deleted: int | None = 0
         self.blockers: set[str] = set()
+        self.hidden: list[str] = []  # addresses of rows that were found blocked by trying
         self.refusal: RetentionError | None = None
         self.tally = Tally()
         self.seeds: dict[str, None] = {}
@@ -2717,14 +3569,7 @@ class Phase:
             self.seeds.update(dict.fromkeys(batch.freed))
             self.limit = min(self.size, self.limit * 2) if refused is None else 1
             if batch.deleted:
-                self.log.emit(
-                    BATCH_DELETED,
-                    "batch deleted",
-                    PHASE=self.table.policy.name,
-                    DELETED_COUNT=batch.deleted,
-                    BATCH_SIZE=limit,
-                    DURATION_MS=round(seconds * 1000),
-                )
+                self.report.batch_deleted(self.table.policy, batch.deleted, limit, seconds)
             if self.position.crowded:
                 self.begin_pass(by_pages=True)
             elif batch.deleted and not (self.position.done and not self.seeds):
@@ -2779,15 +3624,8 @@ class Phase:
             raise failure from None
         elif self.is_readable_key(error) and self.failures == 0:
             verdict = Verdict.RETRY
-        if verdict is not Verdict.ISOLATE or self.log.verbose:  # isolating ends in a row that the phase counts
-            self.log.emit(
-                BATCH_RETRIED,
-                f"batch failed, {verdict.value}",
-                PHASE=self.table.policy.name,
-                SQLSTATE=failure.sqlstate,
-                ERROR=failure.message,
-                BATCH_SIZE=self.limit,
-            )
+        if verdict is not Verdict.ISOLATE or self.report.log.verbose:  # isolating ends in a row that the phase counts
+            self.report.batch_retried(self.table.policy, failure, verdict.value, self.limit)
         if verdict is Verdict.ISOLATE:
             if smallest:
                 return self.leave_row(error, failure, seeds)
@@ -2828,6 +3666,7 @@ class Phase:
             return None
         if refused == "blocked":
             self.blockers.update(filter(None, [public_name(error.diag, error.diag.constraint_name)]))
+            self.hidden += batch.locked
         elif refused == "undeletable":
             self.refusal = self.refusal or failure
         return batch, refused
@@ -2893,20 +3732,26 @@ class Phase:
             found = transaction.row(witness, {"gone_tid": batch.gone_tid, "gone_age": batch.gone_age})
         return found == (True,)
 
-    def count_rest(self, timeout: dt.timedelta) -> None:
-        """After a pass that did not finish: what is left of the policy, and how much of it is blocked, if time allows.
+    def find_rest(self, timeout: dt.timedelta) -> Found:
+        """What is left of the policy's rows, if time allows: psycopg.Error when it does not.
 
-        Raises psycopg.Error when it does not, RetentionError when the table is not what it was.
+        RetentionError when the table is not what it was.
         """
         judged = sql.SQL("SELECT {}").format(unchanged(self.table))
+        parameters = survey_parameters([self.table], self.now, self.options.retention_interval, self.hidden)
         with self.session.transaction(SURVEYING, snapshot=True, timeout=timeout) as transaction:
             if transaction.row(judged, identity(self.table.policy)) != (True,):
                 raise self.failure("table_changed")
-            row = transaction.row(survey([self.table]), parameters_of(self.table, self.bound, "p0_"))
-        found, held = row
-        # rows found by isolation are known to the tally alone
-        held, undeletable = held + self.tally.unseen, self.tally.undeletable
-        self.tally = Tally(0, held, undeletable, max(0, found - held - undeletable))
+            return Found(*transaction.row(survey([self.table]), parameters))
+
+    def estimate(self) -> int | None:
+        """How many rows the planner thinks will go; None if it does not say."""
+        try:
+            with self.session.transaction(snapshot=True) as transaction:
+                row = transaction.row(estimated(self.table), parameters_of(self.table, self.bound))
+            return int(row[0][0]["Plan"]["Plan Rows"])
+        except (psycopg.Error, LookupError, TypeError, ValueError):
+            return None
 
 
 # ── The schedule ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -2937,7 +3782,7 @@ def systemd(*command: str) -> str:
 def properties(unit: str, *names: str) -> dict[str, list[str]]:
     """These properties of a unit: each may have several values, or none."""
     found: dict[str, list[str]] = {name: [] for name in names}
-    for line in systemd("systemctl", "show", unit, f"--property={','.join(names)}").splitlines():
+    for line in systemd("systemctl", "show", "--timestamp=unix", f"--property={','.join(names)}", unit).splitlines():
         name, _, value = line.partition("=")
         found[name].append(value)
     return found
@@ -3011,24 +3856,46 @@ class Outcome:
     """What became of one policy. A count that is not known is None."""
 
     policy: Policy
-    cutoff: dt.datetime | None = None
+    now: dt.datetime | None = None
     deleted: int | None = 0
     backlog: int | None = None
     blocked: int | None = None
+    blocked_by: str | None = None  # the constraints
     undeletable: int | None = None
+    overdue: int | None = None
+    oldest_row_age_seconds: float | None = None  # of the unblocked rows of the backlog; None also if there is none
     stop_reason: str = "drained"
     error: RetentionError | None = None
+    started: bool = False
+    seconds: float = 0.0
+
+    @property
+    def drained(self) -> bool:
+        return self.started and self.stop_reason == "drained" and self.backlog == self.blocked
+
+    @property
+    def cutoff(self) -> str | None:
+        return format_time(self.policy.cutoff(self.now)) if self.now else None
 
     def json(self, deleted: str = "deleted") -> dict[str, Any]:
         return {
             "table": str(self.policy.table),
-            "cutoff": self.cutoff and format_time(self.cutoff),
+            "cutoff": self.cutoff,
             deleted: self.deleted,
             "backlog": self.backlog,
             "blocked": self.blocked,
             "undeletable": self.undeletable,
             "stop_reason": self.stop_reason,
             "error": self.error and self.error.json(),
+        }
+
+    def history(self) -> dict[str, Any]:
+        """What the history keeps of it."""
+        return self.json() | {
+            "retention_seconds": self.policy.keep.total_seconds(),
+            "blocked_by": self.blocked_by,
+            "overdue": self.overdue,
+            "oldest_row_age_seconds": self.oldest_row_age_seconds,
         }
 
 
@@ -3062,16 +3929,16 @@ class Result:
 
 # What a cutoff may gain on the time that passed: the timer's random delay, a late night, a leap of the calendar.
 BRAKE_SLACK = dt.timedelta(days=1)
-# For counting what a stopped or failed phase leaves.
-COUNT_TIMEOUT = dt.timedelta(seconds=5)
+# For counting what a phase leaves that has not drained its table.
+COUNT_TIMEOUT = dt.timedelta(seconds=30)
 
 
-def judge_cutoff(last: LastRun | None, policy: Policy, now: dt.datetime, file: str) -> list[Finding]:
+def judge_cutoff(last: PolicyRecord | None, policy: Policy, now: dt.datetime, file: str) -> list[Finding]:
     """Whether the cutoff moved further than time did: a mistyped retention, a clock that jumped.
 
     Time is what this machine's own unadjustable clock says, while it has not been restarted; else the database's.
     """
-    if last is None:
+    if last is None or last.now is None or last.cutoff is None:
         return []
     elapsed = now - last.now
     if last.boot_id and last.boot_id == boot_id():
@@ -3194,25 +4061,26 @@ def begin(job: Job, *, writing: bool) -> dt.datetime:
         job.session.interrupts.pause(1.0)
 
 
-def run(job: Job) -> Result:
+def run(job: Job, report: Report) -> Result:
     """A whole run: every policy that it had in mind gets an outcome, unless the run itself cannot begin."""
     result = Result(job.log.job_run_id, Exit.OK)
+    report.begin()
     try:
         result.now = begin(job, writing=True)
         tables = [inspect_safely(job, policy) for policy in job.policies]
     except StoppedError:
         result.outcomes = [Outcome(policy, stop_reason="signal") for policy in job.policies]
         for outcome in result.outcomes:
-            report_phase(job, outcome, 0.0, set())
+            report.phase_ended(outcome)
     except (RetentionError, psycopg.Error) as error:
         run_failed(result, error)
-        job.log.emit(JOB_FAILED, "job failed", ERROR=result.errors[0][1], SQLSTATE=getattr(error, "sqlstate", None))
+        report.job_failed(result, getattr(error, "sqlstate", None))
         return result
     else:
-        run_phases(job, tables, result.now, result)
+        run_phases(job, tables, result.now, result, report)
     if any(outcome.error for outcome in result.outcomes):
         result.exit_status = Exit.FAILED
-    report_job(job, result)
+    report.job_ended(result)
     return result
 
 
@@ -3223,20 +4091,16 @@ def run_failed(result: Result, error: RetentionError | psycopg.Error) -> None:
     result.errors = [("database", message)]
 
 
-def run_phases(job: Job, tables: Sequence[Table | RetentionError], now: dt.datetime, result: Result) -> None:
+def run_phases(
+    job: Job, tables: Sequence[Table | RetentionError], now: dt.datetime, result: Result, report: Report
+) -> None:
     """The phases in order. What one leaves of its share of the budget, the next ones have."""
-    reached = {str(name) for table in tables if isinstance(table, Table) for name in table.cascades}
-    cutoffs = {f"CUTOFF_{policy.name.upper()}": format_time(policy.cutoff(now)) for policy in job.policies}
-    job.log.emit(JOB_STARTED, "job started", **cutoffs, CASCADES=", ".join(sorted(reached)) or None)
-    missed = "without it a run has no cutoff brake"
-    state = State(
-        job.config.metrics.state, lambda message, why: job.log.emit(STATE_FAILED, message, ERROR=f"{why}; {missed}")
-    )
+    report.job_started(now, {str(name) for table in tables if isinstance(table, Table) for name in table.cascades})
     failed: RunFailedError | None = None  # what no policy can go on after
     for number, (policy, table) in enumerate(zip(job.policies, tables, strict=True)):
         share = clock() + max(0.0, job.end - clock()) / (len(tables) - number)
         limits = Limits(share, job.window_end, job.session.interrupts)
-        outcome = run_phase(job, policy, failed or table, now, limits, state)
+        outcome = run_phase(job, policy, failed or table, now, limits, report)
         failed = failed or (outcome.error if isinstance(outcome.error, RunFailedError) else None)
         result.outcomes.append(outcome)
 
@@ -3273,30 +4137,23 @@ def run_phase(
     table: Table | RetentionError,
     now: dt.datetime,
     limits: Limits,
-    state: State,
+    report: Report,
 ) -> Outcome:
     """One policy from phase_started to phase_completed or phase_failed; raises nothing."""
-    outcome = Outcome(policy, policy.cutoff(now))
+    outcome = Outcome(policy, now)
     started = clock()
     phase: Phase | None = None
     try:
         if not isinstance(table, Table):
             raise table
         if job.scheduled:
-            raise_errors(judge_cutoff(state.policies.get(policy.name), policy, now, job.config.file))
-        size = policy.batch_size or job.config.run.batch_size
-        phase = Phase(job.session, table, now, size, job.config.run.pause, limits, job.log)
-        job.log.emit(
-            PHASE_STARTED,
-            f"Starting {policy.title or policy.name}.",
-            PHASE=policy.name,
-            TABLE=policy.table,
-            CUTOFF=format_time(policy.cutoff(now)),
-            WALK=phase.walk.name,
-        )
+            last = report.record.totals.policies.get(policy.name)
+            raise_errors(judge_cutoff(last, policy, now, job.config.file))
+        phase = Phase(job.session, table, now, job.config.run, limits, report)
+        outcome.started = True
+        report.phase_started(policy, now, phase.walk.name, phase.estimate() if report.view.shows else None)
         if job.session.connection is None:  # lost in the phase before
             connect_again(job)
-        state.record(policy, now, consent=not job.scheduled)
         outcome.stop_reason = phase.run()
     except StoppedError:
         outcome.stop_reason = "signal"
@@ -3309,10 +4166,12 @@ def run_phase(
     if phase:
         outcome.deleted = phase.deleted
         outcome.error = outcome.error or phase.refusal
+        outcome.blocked_by = ", ".join(sorted(phase.blockers)) or None
         count_what_stays(phase, outcome)
     if outcome.error:
         outcome.stop_reason = "failed"
-    report_phase(job, outcome, clock() - started, phase.blockers if phase else set())
+    outcome.seconds = clock() - started
+    report.phase_ended(outcome)
     return outcome
 
 
@@ -3327,52 +4186,25 @@ def connect_again(job: Job) -> None:
 
 
 def count_what_stays(phase: Phase, outcome: Outcome) -> None:
-    """Fill in backlog and its parts: from the last pass if it was finished, else by a count with a time limit."""
-    if not phase.finished:
-        timeout = min(COUNT_TIMEOUT, phase.limits.interrupts.time_left())
-        if phase.session.connection is None or timeout < COUNT_TIMEOUT / 50:
-            return
-        try:
-            phase.count_rest(timeout)
-        except (psycopg.Error, RetentionError, StoppedError):
-            return
-    tally = phase.tally
-    outcome.blocked, outcome.undeletable = tally.blocked, tally.undeletable
-    outcome.backlog = tally.blocked + tally.undeletable + tally.left
-
-
-def report_phase(job: Job, outcome: Outcome, seconds: float, blockers: set[str]) -> None:
-    counts: dict[str, object] = {
-        "PHASE": outcome.policy.name,
-        "DELETED_COUNT": outcome.deleted,
-        "BACKLOG_REMAINING": outcome.backlog,
-        "BLOCKED": outcome.blocked,
-        "BLOCKED_BY": ", ".join(sorted(blockers)) or None,
-        "UNDELETABLE": outcome.undeletable,
-    }
-    if outcome.error:
-        job.log.emit(
-            PHASE_FAILED, "phase failed", SQLSTATE=outcome.error.sqlstate, ERROR=outcome.error.message, **counts
-        )
+    """Fill in backlog and its parts: from the last pass if that says it all, else by a survey with a time limit."""
+    tally, found = phase.tally, None
+    if phase.finished:
+        outcome.blocked, outcome.undeletable = tally.blocked, tally.undeletable
+        outcome.backlog = tally.blocked + tally.undeletable + tally.left
+    if phase.finished and outcome.backlog == outcome.blocked and not phase.table.triggered:
+        outcome.overdue = 0
         return
-    ended = "finished successfully" if outcome.stop_reason == "drained" else f"stopped ({outcome.stop_reason})"
-    counts |= {"DURATION_MS": round(seconds * 1000), "STOP_REASON": outcome.stop_reason}
-    removed = "unknown" if outcome.deleted is None else f"{outcome.deleted:,}"
-    job.log.emit(PHASE_COMPLETED, f"Cleanup {ended}. Removed rows: {removed}.", **counts)
-
-
-def report_job(job: Job, result: Result) -> None:
-    backlogs = [outcome.backlog for outcome in result.outcomes]
-    known = [backlog for backlog in backlogs if backlog is not None]
-    job.log.emit(
-        JOB_COMPLETED,
-        "job completed",
-        **{f"{outcome.policy.name.upper()}_DELETED": outcome.deleted for outcome in result.outcomes},
-        DURATION_MS=round((clock() - job.started) * 1000),
-        BACKLOG_REMAINING=sum(known) if len(known) == len(backlogs) else None,
-        STOP_REASON=result.stop_reason,
-        FAILED_PHASES=sum(1 for outcome in result.outcomes if outcome.error),
-    )
+    timeout = min(COUNT_TIMEOUT, phase.limits.interrupts.time_left())
+    if phase.session.connection is None or timeout < UNITS["ms"] * 100:
+        return
+    try:
+        found = phase.find_rest(timeout)
+    except (psycopg.Error, RetentionError, StoppedError):
+        return
+    outcome.backlog, outcome.blocked, outcome.overdue = found.rows, found.held, found.overdue
+    outcome.undeletable = min(tally.undeletable, found.rows - found.held)
+    if found.oldest is not None:
+        outcome.oldest_row_age_seconds = found.oldest + outcome.policy.keep.total_seconds()
 
 
 def dry_run(job: Job) -> Result:
@@ -3391,7 +4223,7 @@ def dry_run(job: Job) -> Result:
 def foresee_all(job: Job, now: dt.datetime, result: Result) -> None:
     inspected: list[Table] = []
     for policy in job.policies:
-        outcome = Outcome(policy, policy.cutoff(now), deleted=None)
+        outcome = Outcome(policy, now, deleted=None)
         result.outcomes.append(outcome)
         table = inspect_safely(job, policy)
         try:
@@ -3406,16 +4238,14 @@ def foresee_all(job: Job, now: dt.datetime, result: Result) -> None:
 
 def foresee(job: Job, tables: Sequence[Table], now: dt.datetime, outcome: Outcome) -> None:
     """Fill in the outcome of the last of these policies, the earlier ones having run."""
-    parameters: dict[str, Any] = {}
-    for number, table in enumerate(tables):
-        parameters |= parameters_of(table, table.bound(now), f"p{number}_")
+    options = job.config.run
+    parameters = survey_parameters(tables, now, options.retention_interval)
     try:
-        with job.session.transaction(SURVEYING, snapshot=True, timeout=job.config.run.max_run_duration) as transaction:
-            row = transaction.row(survey(tables), parameters)
+        with job.session.transaction(SURVEYING, snapshot=True, timeout=options.max_run_duration) as transaction:
+            found = Found(*transaction.row(survey(tables), parameters))
     except psycopg.Error as error:
         raise failure_of(error) from None
-    found, held = row
-    outcome.deleted, outcome.backlog, outcome.blocked = found - held, held, held
+    outcome.deleted, outcome.backlog, outcome.blocked = found.rows - found.held, found.held, found.held
 
 
 def check(job: Job) -> list[Finding]:
@@ -3445,14 +4275,16 @@ def check(job: Job) -> list[Finding]:
 
 
 def judge_state(job: Job, now: dt.datetime) -> list[Finding]:
-    """Whether the state file can be read and replaced, and what the cutoff brake would say."""
-    path, user, found = job.config.metrics.state, user_name(), []
-    state = State(path, lambda _, why: found.append(Finding.of("state_unusable", problem=why, user=user)))
-    if path and not found and not os.access(os.path.dirname(path), os.W_OK | os.X_OK):
-        problem = f"{path}: its directory is not there, or not writable by the user {user}"
-        found.append(Finding.of("state_unusable", problem=problem, user=user))
+    """Whether the state and metrics files can be read and replaced, and what the cutoff brake would say."""
+    options, user = job.config.metrics, user_name()
+    found: list[Finding] = []
+    record = Record(options, lambda _, why: found.append(Finding.of("state_unusable", problem=why, user=user)))
+    for path, code in ((options.state, "state_unusable"), (options.textfile, "metrics_unusable")):
+        if path and not os.access(os.path.dirname(path), os.W_OK | os.X_OK) and not (found and path == options.state):
+            problem = f"{path}: its directory is not there, or not writable by the user {user}"
+            found.append(Finding.of(code, problem=problem, user=user))
     for policy in job.policies:
-        found += judge_cutoff(state.policies.get(policy.name), policy, now, job.config.file)
+        found += judge_cutoff(record.totals.policies.get(policy.name), policy, now, job.config.file)
     return found
 
 
@@ -3495,6 +4327,302 @@ def examine(job: Job, table: Table, lifetime: Column | None, now: dt.datetime) -
         if not is_used:
             report("value_unused", column=column, value=repr(value))
     return found
+
+
+# ── The status ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# What the record proves, without the database: what ran, how it ended, what is left, and whether rows went in time.
+
+
+def read_history(path: str) -> tuple[list[dict[str, Any]], int]:
+    """The runs in the order in which they ended, and how many lines cannot be read; OSError."""
+    runs, damaged = [], 0
+    if os.path.exists(path):
+        with open(path, encoding="utf-8", errors="replace") as stream:
+            for line in stream:
+                try:
+                    runs.append(checked_run(json.loads(line)))
+                except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError):
+                    damaged += 1
+    return runs, damaged
+
+
+def checked_run(run: Any) -> dict[str, Any]:
+    """A line of the history with its times read."""
+    times = {key: run[key] and dt.datetime.fromisoformat(run[key]) for key in ("started", "ended", "now")}
+    for moment in filter(None, times.values()):
+        expect(moment.tzinfo is not None)
+    for name, policy in run["policies"].items():
+        expect(type(name) is str and type(policy["stop_reason"]) is str)
+        expect(all(type(policy[key]) in (int, float, NoneType) for key in ("deleted", "backlog", "blocked", "overdue")))
+    expect(type(run["success"]) is bool and times["started"] is not None)
+    return {**run, **times}
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What is to hold: rows go within one interval and a run after their retention, and never later than two."""
+
+    SHARE = 0.99  # of the rows, as the specification has it
+
+    interval: dt.timedelta
+    longest_run: dt.timedelta
+
+    @property
+    def target(self) -> dt.timedelta:
+        return self.interval + self.longest_run
+
+    @property
+    def limit(self) -> dt.timedelta:
+        return 2 * self.interval
+
+
+def proof_of(name: str, runs: Sequence[dict[str, Any]], now: dt.datetime, promise: Promise) -> dict[str, Any]:
+    """What the history proves of a policy.
+
+    A run that drained it left no unblocked row past its retention at the time when it began. So whatever a later run
+    deletes has outstayed its retention, or what blocked it, by no more than the time since then.
+    """
+    drained: dt.datetime | None = None
+    since: dt.datetime | None = None
+    longest, rows, in_time, short = ZERO, 0, 0, []
+    for run in runs:
+        policy = run["policies"].get(name)
+        if policy is None:
+            if run["stop_reason"] == "interrupted" and run["phase"] == name:
+                short.append({"started": format_time(run["started"]), "stop_reason": "interrupted", "error": None})
+            continue
+        delay = run["ended"] - drained if drained else None
+        if delay is not None:
+            longest = max(longest, delay)
+            rows += policy["deleted"] or 0
+            in_time += (policy["deleted"] or 0) if delay <= promise.target else 0
+        if run["now"] and policy["stop_reason"] == "drained" and policy["backlog"] == policy["blocked"]:
+            drained, since = run["now"], since or run["now"]
+        else:
+            error = policy.get("error")
+            message = error["message"] if error else None
+            short.append(
+                {"started": format_time(run["started"]), "stop_reason": policy["stop_reason"], "error": message}
+            )
+    if drained:
+        longest = max(longest, now - drained)
+    share = in_time / rows if rows else None
+    held = None if drained is None else longest <= promise.limit and (share is None or share >= promise.SHARE)
+    return {
+        "since": since and format_time(since),
+        "longest_delay_seconds": round(longest.total_seconds()) if drained else None,
+        "target_seconds": round(promise.target.total_seconds()),
+        "limit_seconds": round(promise.limit.total_seconds()),
+        "rows_in_time": share,
+        "held": held,
+        "short_runs": short,
+    }
+
+
+def missed_runs(runs: Sequence[dict[str, Any]], now: dt.datetime, interval: dt.timedelta) -> list[dict[str, Any]]:
+    """Where runs were to be expected, and none was: between two of them, or since the last."""
+    starts = [run["started"] for run in runs if run["scheduled"] or run["success"]]
+    gaps = [(before, round((after - before) / interval) - 1) for before, after in itertools.pairwise([*starts, now])]
+    return [{"after": format_time(before), "runs": count} for before, count in gaps if count > 0]
+
+
+def next_run() -> tuple[dt.datetime | None, str]:
+    """When the timer fires next, or in words why that is not known."""
+    if not os.path.isdir("/run/systemd/system"):
+        return None, "not known: systemd does not run here"
+    try:
+        timer = properties(TIMER, "ActiveState", "NextElapseUSecRealtime")
+    except SystemdError as error:
+        return None, f"not known: {error}"
+    if timer["ActiveState"] != ["active"]:
+        return None, f"never: {TIMER} is not started, so that systemd starts no run"
+    (when,) = timer["NextElapseUSecRealtime"] or [""]
+    if not re.fullmatch(r"@\d+", when):
+        return None, "not known: systemd does not say"
+    return dt.datetime.fromtimestamp(int(when[1:]), UTC), TIMER
+
+
+def status_of(
+    config: Configuration, totals: Totals, runs: Sequence[dict[str, Any]], now: dt.datetime
+) -> dict[str, Any]:
+    """All that there is to say, as --json has it."""
+    promise = Promise(config.run.retention_interval, config.run.max_run_duration)
+    job = totals.job
+
+    def moment(value: dt.datetime | None) -> str | None:
+        return format_time(value) if value else None
+
+    when, about = next_run()
+    last = {
+        "job_run_id": job.job_run_id,
+        "started": moment(job.started),
+        "ended": moment(job.last_run),
+        "scheduled": job.scheduled,
+        "stop_reason": job.stop_reason,
+        "exit_status": job.exit_status,
+        "error": job.error,
+    }
+    policies = {}
+    for policy in config.enabled:
+        record = totals.policies.get(policy.name) or PolicyRecord()
+        policies[policy.name] = {
+            "table": str(policy.table),
+            "retention_seconds": policy.keep.total_seconds(),
+            "deleted_total": record.deleted,
+            "errors_total": record.errors,
+            "last_drained": moment(record.last_drained),
+            "as_of": moment(record.ended),
+            "stop_reason": record.stop_reason,
+            "error": {"sqlstate": record.sqlstate, "message": record.error} if record.error else None,
+            "backlog": record.backlog,
+            "blocked": record.blocked,
+            "blocked_by": record.blocked_by,
+            "undeletable": record.undeletable,
+            "overdue": record.overdue,
+            "oldest_row_age_seconds": record.oldest_row_age_seconds,
+            "slo": proof_of(policy.name, runs, now, promise),
+        }
+    running = {key: (run.alive, describe_running(key, run)) for key, run in totals.running.items()}
+    status = {
+        "now": format_time(now),
+        "interval_seconds": config.run.retention_interval.total_seconds(),
+        "next_run": moment(when),
+        "schedule": about,
+        "running": [about for alive, about in running.values() if alive],
+        "interrupted": [about for alive, about in running.values() if not alive],
+        "last_run": last if job.last_run else None,
+        "last_success": moment(job.last_success),
+        "errors_total": job.errors,
+        "skipped": job.skipped,
+        "last_skipped": moment(job.last_skipped),
+        "policies": policies,
+        "history": {
+            "runs": len(runs),
+            "since": moment(runs[0]["started"]) if runs else None,
+            "missed_runs": missed_runs(runs, now, promise.interval),
+            "interrupted_runs": [moment(run["started"]) for run in runs if run["stop_reason"] == "interrupted"],
+        },
+    }
+    return {"problems": [*problems_of(status, now, promise)], **status}
+
+
+def describe_running(job_run_id: str, run: RunningRecord) -> dict[str, Any]:
+    started = format_time(run.started) if run.started else None
+    return {"job_run_id": job_run_id, "started": started, "phase": run.phase, "deleted": run.deleted}
+
+
+def problems_of(status: dict[str, Any], now: dt.datetime, promise: Promise) -> Iterator[str]:
+    """What an operator must know first, in sentences."""
+    last, success, policies = status["last_run"], status["last_success"], status["policies"]
+    if success is None:
+        yield "no run of all policies has ended well yet" if last else "no run has ended yet"
+    elif now - dt.datetime.fromisoformat(success) > promise.limit:
+        interval = format_duration(promise.interval)
+        yield f"no run of all policies has ended well since {ago(success, now)}; it is meant to run every {interval}"
+    for run in status["interrupted"]:
+        yield (
+            f"the run that began {ago(run['started'], now)} did not end: it was killed, or the machine went down"
+            f" ({progress_of(run)}); the next run goes on where it was"
+        )
+    if last and last["exit_status"]:
+        failed = [name for name, policy in policies.items() if policy["error"]]
+        yield f"the last run failed, with exit status {last['exit_status']}: {last['error'] or ', '.join(failed)}"
+    if status["skipped"]:
+        yield (
+            f"{status['skipped']} starts in a row were outside run.night_window_utc and did nothing, the last"
+            f" {ago(status['last_skipped'], now)}"
+        )
+    if status["schedule"].startswith("never"):
+        yield status["schedule"].removeprefix("never: ")
+    for name, policy in policies.items():
+        if policy["overdue"]:
+            yield f"{name}: {policy['overdue']:,} rows have outstayed their retention by more than an interval"
+        if policy["undeletable"]:
+            yield f"{name}: the database refuses to delete {policy['undeletable']:,} rows"
+
+
+def ago(moment: str | None, now: dt.datetime) -> str:
+    """A time, and how long ago that was, or how soon it will be, in its two largest units."""
+    if moment is None:
+        return "at a time that is not known"
+    then = dt.datetime.fromisoformat(moment)
+    span = "".join(re.findall(r"\d+[a-z]+", format_duration(round_down(abs(now - then))))[:2])
+    return f"{then:%Y-%m-%d %H:%M:%S} UTC, {f'{span} ago' if then <= now else f'in {span}'}"
+
+
+def progress_of(run: dict[str, Any]) -> str:
+    return f"in policy {run['phase']}, {run['deleted']:,} rows deleted" if run["phase"] else "nothing deleted yet"
+
+
+def show_status(status: dict[str, Any]) -> str:
+    """The status for people."""
+    now = dt.datetime.fromisoformat(status["now"])
+    problems, last, history = status["problems"], status["last_run"], status["history"]
+    lines = [f"ATTENTION: {problem}" for problem in problems] or ["OK: the job does what it is meant to do"]
+    lines += [f"Running now, since {ago(run['started'], now)}: {progress_of(run)}" for run in status["running"]]
+    if last:
+        how = "by the timer" if last["scheduled"] else "by hand"
+        lines.append(f"Last run:     {ago(last['ended'], now)}, {how}: {ended_how(last)}")
+    else:
+        lines.append("Last run:     none yet")
+    lines.append(f"Last success: {ago(status['last_success'], now) if status['last_success'] else 'none yet'}")
+    when = f"{ago(status['next_run'], now)} ({status['schedule']})" if status["next_run"] else status["schedule"]
+    lines.append(f"Next run:     {when}")
+    for name, policy in status["policies"].items():
+        lines += ["", *show_policy(name, policy, now)]
+    if history["runs"]:
+        lines += ["", f"History: {history['runs']} runs since {history['since']}"]
+        lines += [f"  interrupted: the run of {started}" for started in history["interrupted_runs"]]
+        lines += [
+            f"  missed: {missed['runs']} runs after that of {missed['after']}" for missed in history["missed_runs"]
+        ]
+    return "\n".join(lines)
+
+
+def ended_how(last: dict[str, Any]) -> str:
+    words = {
+        "drained": "nothing left to delete",
+        "locked": "other sessions held what is left",
+        "budget": "out of time, what is left is for the next run",
+        "signal": "stopped by a signal, what is left is for the next run",
+    }
+    reason = last["stop_reason"]
+    return f"failed, exit status {last['exit_status']}" if last["exit_status"] else words.get(reason, str(reason))
+
+
+def show_policy(name: str, policy: dict[str, Any], now: dt.datetime) -> Iterator[str]:
+    """One policy for people, and what the history proves of it."""
+    slo, kept = policy["slo"], format_duration(dt.timedelta(seconds=policy["retention_seconds"]))
+    yield f"{name}: {policy['table']}, kept for {kept}; {policy['deleted_total']:,} rows deleted in all"
+    if policy["error"]:
+        yield f"  failed: {policy['error']['message']}"
+    drained = policy["last_drained"]
+    yield (
+        f"  drained {ago(drained, now)}: no unblocked row past its retention was left" if drained else "  never drained"
+    )
+    if policy["backlog"] is None:
+        yield "  left: not known"
+    else:
+        undeletable, blocked = policy["undeletable"] or 0, policy["blocked"] or 0
+        left = policy["backlog"] - blocked - undeletable
+        yield (
+            f"  left {ago(policy['as_of'], now)}: {left:,} rows for the next run, {blocked:,} blocked"
+            + (f" by {policy['blocked_by']}" if policy["blocked_by"] else "")
+            + (f", {undeletable:,} undeletable" if undeletable else "")
+        )
+    if policy["oldest_row_age_seconds"] is not None:
+        age = format_duration(round_down(dt.timedelta(seconds=policy["oldest_row_age_seconds"])))
+        yield f"  the oldest unblocked row was {age} old then"
+    if slo["since"]:
+        longest, target, limit = (
+            format_duration(dt.timedelta(seconds=slo[f"{key}_seconds"])) for key in ("longest_delay", "target", "limit")
+        )
+        share = "" if slo["rows_in_time"] is None else f", {slo['rows_in_time']:.2%} of the rows within {target}"
+        verdict = "held" if slo["held"] else "NOT held"
+        yield f"  since {slo['since']}: rows left within {longest} of their due time (limit {limit}){share}: {verdict}"
+    for run in slo["short_runs"][-10:]:
+        reason = f"failed: {run['error']}" if run["error"] else f"ended short ({run['stop_reason']})"
+        yield f"  the run of {run['started']} {reason}"
 
 
 # ── Setting up ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -3757,6 +4885,7 @@ def run_command(arguments: argparse.Namespace) -> Exit:
             print(f"{PROGRAM}: {line}", file=sys.stderr)
         if arguments.verb != "dry-run":
             log.emit(JOB_FAILED, "job failed", ERROR=error.message)
+            record_misconfiguration(error, log.job_run_id, scheduled)
         if arguments.json:
             write_result(Result(log.job_run_id, Exit.CONFIG, errors=error.problems).json())
         return Exit.CONFIG
@@ -3765,12 +4894,17 @@ def run_command(arguments: argparse.Namespace) -> Exit:
         remaining = config.run.night_window_utc.remaining(dt.datetime.now(UTC))
         if remaining is None:
             log.emit(JOB_SKIPPED, "outside the night window", NIGHT_WINDOW_UTC=config.run.night_window_utc)
+            Record(config.metrics, log.record_failed).skip(config, dt.datetime.now(UTC))
             return Exit.OK
         window_end = started + remaining.total_seconds()
     with opened(arguments, config, password) as session:
         job = Job(config, policies, log, session, scheduled, started, window_end)
         log.stopping = lambda: session.interrupts.requested or clock() >= job.end
-        result = dry_run(job) if arguments.verb == "dry-run" else run(job)
+        if arguments.verb == "dry-run":
+            result = dry_run(job)
+        else:
+            with contextlib.closing(Report(job)) as report:
+                result = run(job, report)
     if arguments.verb == "dry-run":  # which is not logged
         for _, message in result.errors:
             print(f"{PROGRAM}: {message}", file=sys.stderr)
@@ -3779,6 +4913,15 @@ def run_command(arguments: argparse.Namespace) -> Exit:
     elif arguments.verb == "dry-run" and result.outcomes:
         write_result(foresight(result))
     return result.exit_status
+
+
+def record_misconfiguration(error: ConfigurationError, job_run_id: str, scheduled: bool) -> None:
+    """Count a run that its configuration kept from beginning, where that much of it can be read."""
+    if error.metrics:
+        moment = dt.datetime.now(UTC)
+        result = Result(job_run_id, Exit.CONFIG, errors=error.problems)
+        line = history_line(result, moment, moment, scheduled, whole=True)
+        Record(error.metrics, lambda *_: None).job_ended(line, moment, None)
 
 
 def check_command(arguments: argparse.Namespace) -> Exit:
@@ -3804,6 +4947,26 @@ def check_command(arguments: argparse.Namespace) -> Exit:
     else:
         write_result(report_findings(findings))
     return status if errors else Exit.OK
+
+
+def status_command(arguments: argparse.Namespace) -> Exit:
+    """--status: what the record says; it needs no database."""
+    _, config = prepare(arguments)
+    problems: list[str] = []
+    record = Record(config.metrics, lambda what, why: problems.append(f"{what}: {why}"))
+    try:
+        runs, damaged = read_history(record.history)
+    except OSError as error:
+        runs, damaged = [], 0
+        problems.append(f"history not read: {record.history}: {error.strerror}")
+    if damaged:
+        problems.append(f"history: {record.history}: {damaged} lines are damaged and left out")
+    if not config.metrics.state:
+        problems.append("metrics.state is empty, so that nothing is remembered of a run")
+    status = status_of(config, record.totals, runs, dt.datetime.now(UTC))
+    status["problems"] = [*problems, *status["problems"]]
+    write_result(json.dumps(status, indent=2) if arguments.json else show_status(status))
+    return Exit.FAILED if problems else Exit.OK
 
 
 def report_findings(findings: Sequence[Finding]) -> str:
@@ -3834,9 +4997,9 @@ def foresight(result: Result) -> str:
         name, policy = outcome.policy.name, outcome.policy
         if outcome.error:
             lines.append(f"{name}: would fail: {outcome.error.message}")
-        elif outcome.cutoff and outcome.deleted is not None:
+        elif outcome.deleted is not None:
             blocked = f", {outcome.blocked:,} blocked" if outcome.blocked else ""
-            when = f"{'older than' if policy.age_column else 'expired before'} {format_time(outcome.cutoff)}"
+            when = f"{'older than' if policy.age_column else 'expired before'} {outcome.cutoff}"
             for column, values in (policy.only or {}).items():
                 when += f"; {column} {', '.join(map(str, values))}"
             lines.append(f"{name}: would delete {outcome.deleted:,} rows of {policy.table}{blocked} ({when})")
@@ -3857,6 +5020,10 @@ VERBS: dict[str, tuple[Callable[[argparse.Namespace], Exit], str]] = {
     "check": (
         check_command,
         "is this configuration safe and fast on this database? each finding with its remedy; changes nothing",
+    ),
+    "status": (
+        status_command,
+        "the last run, totals, backlog as of then, age of the last success, when the timer fires next; no database",
     ),
     "print-sql": (print_sql, "the SQL a DBA must run once: role, grants and missing indexes"),
     "print-config": (print_configuration, "the effective configuration as TOML, secrets masked"),
@@ -3891,15 +5058,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("-c", "--config", metavar="FILE", type=os.path.abspath, default=DEFAULT_CONFIG, help="default %(default)s")
     only = "only this policy; repeatable; with a run, --dry-run or --check"
     add("--policy", metavar="NAME", action="append", default=[], help=only)
-    result = "the result of --once, --dry-run or --check as one JSON object on stdout; the log goes to stderr"
+    result = "the result of --once, --dry-run, --check or --status as one JSON object on stdout; the log goes to stderr"
     add("--json", action="store_true", help=result)
     add("-v", "--verbose", action="store_true", help="also log each step of isolating a row that cannot go")
     parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
     parser.set_defaults(verb="scheduled")
     arguments = parser.parse_args(argv, argparse.Namespace(final=argv is None))
-    if arguments.json and arguments.verb not in ("once", "dry-run", "check"):
-        parser.error("--json goes with --once, --dry-run or --check")
-    if arguments.policy and arguments.verb in ("print-sql", "print-config"):
+    if arguments.json and arguments.verb not in ("once", "dry-run", "check", "status"):
+        parser.error("--json goes with --once, --dry-run, --check or --status")
+    if arguments.policy and arguments.verb in ("status", "print-sql", "print-config"):
         parser.error("--policy goes with a run, --dry-run or --check")
     return arguments
 

@@ -36,7 +36,7 @@ SUITES = ("bookworm", "trixie")
 PACKAGES = (
     *("dbus", "iproute2", "libnss-systemd", "procps", "sudo", "systemd", "systemd-sysv"),
     *("postgresql", "ssl-cert"),
-    *("python3", "python3-psycopg", "python3-systemd", "python3-tomli-w"),
+    *("python3", "python3-prometheus-client", "python3-psycopg", "python3-systemd", "python3-tomli-w"),
 )
 #: Beside these, on one of them: the judge of packages of the release that this machine is not.
 ALSO = {"bookworm": (), "trixie": ("lintian",)}

@@ -406,8 +406,8 @@ class Line:
             return "phase_completed"
         if self.message.startswith("batch failed, "):
             return "batch_retried"
-        if self.message in ("state not read", "state not written"):
-            return "state_failed"
+        if re.fullmatch(r"(state|metrics|history) not (read|written)|traces not sent", self.message):
+            return "record_failed"
         if self.message == "trying to connect again":
             return "connect_retried"
         return "job_skipped" if self.message == "outside the night window" else self.message.replace(" ", "_")

@@ -125,7 +125,7 @@ def test_by_hand_it_is_the_same_as_by_the_timer(guest: Guest, how: str) -> None:
     assert all(
         "user=session-retention" in line and ("SSL enabled" in line) == (how != "over the socket") for line in made
     )
-    assert "state_failed" not in guest.events()
+    assert "record_failed" not in guest.events()
 
 
 def test_the_documented_grants_and_indexes_leave_nothing_to_say(guest: Guest) -> None:
