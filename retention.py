@@ -639,6 +639,7 @@ class Interrupts:
     def __init__(self, *, final: bool = False) -> None:
         self.final = final  # the process ends after this, and a late signal must not change its exit status
         self.requested = False
+        self.end = math.inf  # seconds of `clock`: when `last` ends the process
         self.waiting = False
         self.statement: psycopg.Connection[Any] | None = None
         self.cancelled = False
@@ -671,6 +672,7 @@ class Interrupts:
     def ask(self, _number: int, _frame: FrameType | None) -> None:
         again, self.requested = self.requested, True
         if not again:
+            self.end = clock() + self.LAST
             signal.setitimer(signal.ITIMER_REAL, self.GRACE)
         elif not self.cancelled:
             signal.setitimer(signal.ITIMER_REAL, 0.01)
@@ -2138,7 +2140,7 @@ def survey(tables: Sequence[Table]) -> sql.Composed:
     What an earlier policy takes, a later one does not find, nor does it hold anything. Each `held` starts from the rows
     that stay and goes to what they name, by key. Reads a whole table once for each policy with references. Parameters:
     `parameters_of` under the prefixes p0_, p1_ and so on; `hidden`, addresses of rows that rows which we cannot see
-    hold; `late`, the bound of what is overdue; `cutoff`.
+    hold, and `refused`, of rows that the database refuses to delete; `late`, the bound of what is overdue; `cutoff`.
     """
 
     def not_taken(alias: str, name: TableName, number: int) -> sql.Composed:
@@ -2171,8 +2173,13 @@ def survey(tables: Sequence[Table]) -> sql.Composed:
                 )
             )
         if number == len(tables) - 1:
-            hidden = "SELECT {} FROM ONLY {} t WHERE t.ctid = ANY (%(hidden)s::tid[]) AND {}"
-            starts.append(sql.SQL(hidden).format(selected(table), relation(table.name), condition))
+            named = sql.SQL("SELECT {} FROM ONLY {} t WHERE t.ctid = ANY (%({})s::tid[]) AND {}")
+            hidden, refused = (
+                named.format(selected(table), relation(table.name), sql.SQL(which), condition)
+                for which in ("hidden", "refused")
+            )
+            held_by_them = sql.SQL("SELECT p.* FROM ({}) u CROSS JOIN LATERAL ({}) p")
+            starts += [hidden, held_by_them.format(refused, parents_of(table, "u", condition))]
         held = sql.Identifier(f"held{number}")
         ctes.append(
             sql.SQL("{held} AS (({starts}) UNION SELECT p.* FROM {held} h CROSS JOIN LATERAL ({parents}) p)").format(
@@ -2198,12 +2205,16 @@ FROM (SELECT t.{age} AS age, t.ctid IN (SELECT tid FROM {held}) AS held
 
 
 def survey_parameters(
-    tables: Sequence[Table], now: dt.datetime, interval: dt.timedelta, hidden: Sequence[str] = ()
+    tables: Sequence[Table],
+    now: dt.datetime,
+    interval: dt.timedelta,
+    hidden: Sequence[str] = (),
+    refused: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The parameters of `survey`: rows are overdue when an interval has passed since their retention has."""
     last = tables[-1]
     cutoff = last.policy.cutoff(now).astimezone(UTC).replace(tzinfo=None).isoformat()
-    parameters: dict[str, Any] = {"late": last.bound(now - interval), "cutoff": cutoff, "hidden": list(hidden)}
+    parameters = {"late": last.bound(now - interval), "cutoff": cutoff, "hidden": [*hidden], "refused": [*refused]}
     for number, table in enumerate(tables):
         parameters |= parameters_of(table, table.bound(now), f"p{number}_")
     return parameters
@@ -3240,8 +3251,7 @@ class Report:
         """Nothing more comes: the terminal is given back, and traces are sent."""
         with contextlib.suppress(Exception):
             self.view.close()
-        left = 1.0 if self.job.session.interrupts.requested else math.inf
-        self.traces.close(left)
+        self.traces.close(max(0.0, self.job.session.interrupts.end - 0.5 - clock()))
 
 
 def history_line(
@@ -3294,7 +3304,6 @@ class Tally:
     undeletable: int = 0
     left: int = 0
     missed: int = 0  # of left: claimed, and not deleted all the same
-    unseen: int = 0  # of blocked: found by isolation, the referring rows being hidden from us
 
     def add(self, batch: Batch, *, climbing: bool, refused: str | None = None) -> None:
         """Add what a batch did; `refused` (blocked, locked or undeletable) is why its one claimed row was not deleted.
@@ -3313,7 +3322,6 @@ class Tally:
             self.left += batch.claimed
         elif refused == "blocked":
             self.blocked += batch.claimed
-            self.unseen += batch.claimed
         else:
             self.undeletable += batch.claimed
 
@@ -3451,6 +3459,7 @@ class Phase:
         self.deleted: int | None = 0
         self.blockers: set[str] = set()
         self.hidden: list[str] = []  # addresses of rows that were found blocked by trying
+        self.refused: list[str] = []  # addresses of undeletable rows
         self.refusal: RetentionError | None = None
         self.tally = Tally()
         self.seeds: dict[str, None] = {}
@@ -3669,6 +3678,7 @@ class Phase:
             self.hidden += batch.locked
         elif refused == "undeletable":
             self.refusal = self.refusal or failure
+            self.refused += batch.locked
         return batch, refused
 
     def reconnect(self, failure: RetentionError) -> tuple[Batch, None] | None:
@@ -3738,7 +3748,8 @@ class Phase:
         RetentionError when the table is not what it was.
         """
         judged = sql.SQL("SELECT {}").format(unchanged(self.table))
-        parameters = survey_parameters([self.table], self.now, self.options.retention_interval, self.hidden)
+        interval = self.options.retention_interval
+        parameters = survey_parameters([self.table], self.now, interval, self.hidden, self.refused)
         with self.session.transaction(SURVEYING, snapshot=True, timeout=timeout) as transaction:
             if transaction.row(judged, identity(self.table.policy)) != (True,):
                 raise self.failure("table_changed")
@@ -4186,8 +4197,11 @@ def connect_again(job: Job) -> None:
 
 
 def count_what_stays(phase: Phase, outcome: Outcome) -> None:
-    """Fill in backlog and its parts: from the last pass if that says it all, else by a survey with a time limit."""
-    tally, found = phase.tally, None
+    """Fill in backlog and its parts: from the last pass if that says it all, else by a survey with a time limit.
+
+    Somebody's trigger may have put back what the pass has left behind.
+    """
+    tally = phase.tally
     if phase.finished:
         outcome.blocked, outcome.undeletable = tally.blocked, tally.undeletable
         outcome.backlog = tally.blocked + tally.undeletable + tally.left
@@ -4201,8 +4215,10 @@ def count_what_stays(phase: Phase, outcome: Outcome) -> None:
         found = phase.find_rest(timeout)
     except (psycopg.Error, RetentionError, StoppedError):
         return
-    outcome.backlog, outcome.blocked, outcome.overdue = found.rows, found.held, found.overdue
-    outcome.undeletable = min(tally.undeletable, found.rows - found.held)
+    if outcome.backlog is None or found.rows > outcome.backlog:
+        outcome.backlog, outcome.blocked = found.rows, found.held
+        outcome.undeletable = min(tally.undeletable, found.rows - found.held)
+    outcome.overdue = found.overdue
     if found.oldest is not None:
         outcome.oldest_row_age_seconds = found.oldest + outcome.policy.keep.total_seconds()
 
@@ -4351,10 +4367,13 @@ def checked_run(run: Any) -> dict[str, Any]:
     times = {key: run[key] and dt.datetime.fromisoformat(run[key]) for key in ("started", "ended", "now")}
     for moment in filter(None, times.values()):
         expect(moment.tzinfo is not None)
-    for name, policy in run["policies"].items():
-        expect(type(name) is str and type(policy["stop_reason"]) is str)
-        expect(all(type(policy[key]) in (int, float, NoneType) for key in ("deleted", "backlog", "blocked", "overdue")))
+    for policy in run["policies"].values():
+        expect(type(policy["stop_reason"]) is str and type(policy["table"]) is str)
+        expect(policy["error"] is None or type(policy["error"]["message"]) is str)
+        numbers = ("retention_seconds", "deleted", "backlog", "blocked", "overdue")
+        expect(all(type(policy[key]) in (int, float, NoneType) for key in numbers))
     expect(type(run["success"]) is bool and times["started"] is not None)
+    expect(run["stop_reason"] == "interrupted" or times["ended"] is not None)
     return {**run, **times}
 
 
@@ -4376,45 +4395,41 @@ class Promise:
         return 2 * self.interval
 
 
-def proof_of(name: str, runs: Sequence[dict[str, Any]], now: dt.datetime, promise: Promise) -> dict[str, Any]:
-    """What the history proves of a policy.
+def proof_of(policy: Policy, runs: Sequence[dict[str, Any]], now: dt.datetime, promise: Promise) -> dict[str, Any]:
+    """What the history proves of a policy, since it has been what it is.
 
     A run that drained it left no unblocked row past its retention at the time when it began. So whatever a later run
     deletes has outstayed its retention, or what blocked it, by no more than the time since then.
     """
-    drained: dt.datetime | None = None
-    since: dt.datetime | None = None
-    longest, rows, in_time, short = ZERO, 0, 0, []
+    drains: list[dt.datetime] = []
+    delays: list[tuple[dt.timedelta, int]] = []  # of each run since, with the rows that it deleted
+    short: list[dict[str, Any]] = []
     for run in runs:
-        policy = run["policies"].get(name)
-        if policy is None:
-            if run["stop_reason"] == "interrupted" and run["phase"] == name:
-                short.append({"started": format_time(run["started"]), "stop_reason": "interrupted", "error": None})
+        ended = run["policies"].get(policy.name)
+        if ended is None:
             continue
-        delay = run["ended"] - drained if drained else None
-        if delay is not None:
-            longest = max(longest, delay)
-            rows += policy["deleted"] or 0
-            in_time += (policy["deleted"] or 0) if delay <= promise.target else 0
-        if run["now"] and policy["stop_reason"] == "drained" and policy["backlog"] == policy["blocked"]:
-            drained, since = run["now"], since or run["now"]
+        if (ended["table"], ended["retention_seconds"]) != (str(policy.table), policy.keep.total_seconds()):
+            drains, delays, short = [], [], []
+            continue
+        if drains:
+            delays.append((run["ended"] - drains[-1], ended["deleted"] or 0))
+        if run["now"] and ended["stop_reason"] == "drained" and ended["backlog"] == ended["blocked"]:
+            drains.append(run["now"])
         else:
-            error = policy.get("error")
-            message = error["message"] if error else None
+            message = ended["error"] and ended["error"]["message"]
             short.append(
-                {"started": format_time(run["started"]), "stop_reason": policy["stop_reason"], "error": message}
+                {"started": format_time(run["started"]), "stop_reason": ended["stop_reason"], "error": message}
             )
-    if drained:
-        longest = max(longest, now - drained)
-    share = in_time / rows if rows else None
-    held = None if drained is None else longest <= promise.limit and (share is None or share >= promise.SHARE)
+    rows = sum(deleted for _, deleted in delays)
+    share = sum(deleted for delay, deleted in delays if delay <= promise.target) / rows if rows else None
+    longest = max([delay for delay, _ in delays] + [now - drains[-1]]) if drains else None
     return {
-        "since": since and format_time(since),
-        "longest_delay_seconds": round(longest.total_seconds()) if drained else None,
+        "since": format_time(drains[0]) if drains else None,
+        "longest_delay_seconds": None if longest is None else round(longest.total_seconds()),
         "target_seconds": round(promise.target.total_seconds()),
         "limit_seconds": round(promise.limit.total_seconds()),
         "rows_in_time": share,
-        "held": held,
+        "held": None if longest is None else longest <= promise.limit and (share is None or share >= promise.SHARE),
         "short_runs": short,
     }
 
@@ -4480,7 +4495,7 @@ def status_of(
             "undeletable": record.undeletable,
             "overdue": record.overdue,
             "oldest_row_age_seconds": record.oldest_row_age_seconds,
-            "slo": proof_of(policy.name, runs, now, promise),
+            "slo": proof_of(policy, runs, now, promise),
         }
     running = {key: (run.alive, describe_running(key, run)) for key, run in totals.running.items()}
     status = {
@@ -4500,6 +4515,11 @@ def status_of(
             "runs": len(runs),
             "since": moment(runs[0]["started"]) if runs else None,
             "missed_runs": missed_runs(runs, now, promise.interval),
+            "failed_runs": [
+                {"started": moment(run["started"]), "error": run["errors"][0]["message"]}
+                for run in runs
+                if run["errors"]
+            ],
             "interrupted_runs": [moment(run["started"]) for run in runs if run["stop_reason"] == "interrupted"],
         },
     }
@@ -4527,10 +4547,10 @@ def problems_of(status: dict[str, Any], now: dt.datetime, promise: Promise) -> I
     if last and last["exit_status"]:
         failed = [name for name, policy in policies.items() if policy["error"]]
         yield f"the last run failed, with exit status {last['exit_status']}: {last['error'] or ', '.join(failed)}"
-    if status["skipped"]:
+    if status["skipped"] > 1:
         yield (
-            f"{status['skipped']} starts in a row were outside run.night_window_utc and did nothing, the last"
-            f" {ago(status['last_skipped'], now)}"
+            f"the last {status['skipped']} scheduled runs did nothing: they started outside run.night_window_utc, the"
+            f" last {ago(status['last_skipped'], now)}"
         )
     if status["schedule"].startswith("never"):
         yield status["schedule"].removeprefix("never: ")
@@ -4554,6 +4574,9 @@ def progress_of(run: dict[str, Any]) -> str:
     return f"in policy {run['phase']}, {run['deleted']:,} rows deleted" if run["phase"] else "nothing deleted yet"
 
 
+SHOWN = 10  # of each kind of bad night, the last ones; --json has them all
+
+
 def show_status(status: dict[str, Any]) -> str:
     """The status for people."""
     now = dt.datetime.fromisoformat(status["now"])
@@ -4568,14 +4591,19 @@ def show_status(status: dict[str, Any]) -> str:
     lines.append(f"Last success: {ago(status['last_success'], now) if status['last_success'] else 'none yet'}")
     when = f"{ago(status['next_run'], now)} ({status['schedule']})" if status["next_run"] else status["schedule"]
     lines.append(f"Next run:     {when}")
+    if status["skipped"]:
+        skipped = (
+            f"{status['skipped']} since, outside run.night_window_utc, the last {ago(status['last_skipped'], now)}"
+        )
+        lines.append(f"Skipped:      {skipped}")
     for name, policy in status["policies"].items():
         lines += ["", *show_policy(name, policy, now)]
     if history["runs"]:
-        lines += ["", f"History: {history['runs']} runs since {history['since']}"]
-        lines += [f"  interrupted: the run of {started}" for started in history["interrupted_runs"]]
-        lines += [
-            f"  missed: {missed['runs']} runs after that of {missed['after']}" for missed in history["missed_runs"]
-        ]
+        lines += ["", f"History: {history['runs']} run{'s' * (history['runs'] > 1)} since {history['since']}"]
+        lines += [f"  interrupted: the run of {started}" for started in history["interrupted_runs"][-SHOWN:]]
+        lines += [f"  failed: the run of {run['started']}: {run['error']}" for run in history["failed_runs"][-SHOWN:]]
+        for missed in history["missed_runs"][-SHOWN:]:
+            lines.append(f"  missed: {missed['runs']} run{'s' * (missed['runs'] > 1)} after that of {missed['after']}")
     return "\n".join(lines)
 
 
@@ -4620,7 +4648,7 @@ def show_policy(name: str, policy: dict[str, Any], now: dt.datetime) -> Iterator
         share = "" if slo["rows_in_time"] is None else f", {slo['rows_in_time']:.2%} of the rows within {target}"
         verdict = "held" if slo["held"] else "NOT held"
         yield f"  since {slo['since']}: rows left within {longest} of their due time (limit {limit}){share}: {verdict}"
-    for run in slo["short_runs"][-10:]:
+    for run in slo["short_runs"][-SHOWN:]:
         reason = f"failed: {run['error']}" if run["error"] else f"ended short ({run['stop_reason']})"
         yield f"  the run of {run['started']} {reason}"
 

@@ -39,7 +39,12 @@ EVENTS: dict[str, tuple[str, str]] = {
     "job_completed": (
         "SICR_DELETED REFRESH_DELETED TOKENS_EXPIRED_DELETED TOKENS_REVOKED_DELETED"
         " DURATION_MS STOP_REASON FAILED_PHASES",
-        "BACKLOG_REMAINING",
+        "BACKLOG_REMAINING "
+        + " ".join(
+            f"{policy}_{field}"
+            for policy in ("SICR", "REFRESH", "TOKENS_EXPIRED", "TOKENS_REVOKED")
+            for field in ("BACKLOG", "BLOCKED", "OVERDUE", "OLDEST_ROW_AGE_SECONDS", "LAST_DRAINED")
+        ),
     ),
     "job_failed": ("ERROR", "SQLSTATE"),
     "job_skipped": ("NIGHT_WINDOW_UTC", ""),

@@ -94,6 +94,7 @@ def test_the_timer_runs_the_job(guest: Guest) -> None:
     assert re.search(r" 03:3[0-5]:\d\d UTC$", guest.show(TIMER, "NextElapseUSecRealtime"))
     assert TIMER in guest.shell("systemctl list-timers --no-pager")
     assert files(guest, STATE) == {
+        "history.jsonl": "session-retention:session-retention 644",
         "metrics.prom": "session-retention:session-retention 644",
         "state.toml": "session-retention:session-retention 644",
     }
