@@ -617,8 +617,14 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
+def stops() -> set[signal.Signals]:
+    """The signals that ask for a stop. That the terminal is gone does, too, unless that is to be ignored (nohup)."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return {signal.SIGTERM, signal.SIGINT} | (set() if ignored else {signal.SIGHUP})
+
+
 class Interrupts:
-    """What SIGTERM and SIGINT do: ask for a stop; end a wait at once; cancel a batch that takes too long.
+    """What SIGTERM, SIGINT and SIGHUP do: ask for a stop; end a wait at once; cancel a batch that takes too long.
 
                      first signal            second signal    alarm after a signal
         waiting      StoppedError            StoppedError     StoppedError
@@ -645,7 +651,7 @@ class Interrupts:
         self.cancelled = False
 
     def __enter__(self) -> Interrupts:
-        signals = {signal.SIGTERM: self.ask, signal.SIGINT: self.ask, signal.SIGALRM: self.overdue}
+        signals = {**dict.fromkeys(stops(), self.ask), signal.SIGALRM: self.overdue}
         self.before = {number: signal.signal(number, handler) for number, handler in signals.items()}
         if self.final:
             read_end, write_end = os.pipe()
@@ -656,7 +662,7 @@ class Interrupts:
 
     def last(self, numbers: int) -> None:
         """End the process, if it has not ended itself, LAST seconds after the first signal that asks for that."""
-        while not {signal.SIGTERM, signal.SIGINT} & set(os.read(numbers, 64)):
+        while not stops() & set(os.read(numbers, 64)):
             pass
         select.select([], [], [], self.LAST)
         os._exit(Exit.FAILED)
@@ -2652,7 +2658,8 @@ def replace_file(path: str, content: str, *, durable: bool = True) -> None:
 
     A `durable` file is there after a crash of the machine, too. What is there and no file, such as a device, stays.
     """
-    if os.path.lexists(path) and not os.path.isfile(path):
+    path = os.path.realpath(path)
+    if os.path.exists(path) and not os.path.isfile(path):
         raise OSError(errno.EINVAL, "not a regular file")
     with tempfile.NamedTemporaryFile(
         "w", encoding="utf-8", errors="surrogateescape", dir=os.path.dirname(path), prefix=".new-", delete=False
@@ -2698,7 +2705,7 @@ class Record:
     def history(self) -> str:
         """Its path: beside the state, unless that is something like a device."""
         state = self.options.state
-        if not state or (os.path.lexists(state) and not os.path.isfile(state)):
+        if not state or (os.path.exists(state) and not os.path.isfile(state)):
             return ""
         return os.path.join(os.path.dirname(state), "history.jsonl")
 
@@ -2791,14 +2798,15 @@ class Record:
                         select.select([], [], [], 0.02)
             yield
 
-    def remember_cutoff(self, policy: Policy, now: dt.datetime, *, consent: bool) -> None:
-        """Keep the cutoff with which the policy runs, before it deletes. Of a clock that went back only by consent."""
+    def remember_cutoffs(self, policies: Sequence[Policy], now: dt.datetime, *, consent: bool) -> None:
+        """Keep the cutoffs with which policies run, before they delete. Of a clock that went back only by consent."""
 
         def remember(totals: Totals) -> None:
-            record = totals.policy(policy.name)
-            if record.now is None or now >= record.now or consent:
-                record.now, record.cutoff = now, policy.cutoff(now)
-                record.uptime, record.boot_id = uptime(), boot_id()
+            for policy in policies:
+                record = totals.policy(policy.name)
+                if record.now is None or now >= record.now or consent:
+                    record.now, record.cutoff = now, policy.cutoff(now)
+                    record.uptime, record.boot_id = uptime(), boot_id()
 
         self.change(remember)
         self.save()
@@ -2957,7 +2965,7 @@ class TerminalView(View):
             raise ImportError
         columns = (
             TextColumn("{task.description}", markup=False),
-            BarColumn(16),
+            BarColumn(16, complete_style="cyan"),
             TaskProgressColumn("{task.percentage:>3.0f}%"),
         )
         self.progress = Progress(
@@ -2981,8 +2989,8 @@ class TerminalView(View):
 
     def phase_ended(self, words: str) -> None:
         if self.task is not None:
-            completed = self.progress.tasks[self.task].completed
-            self.progress.update(self.task, total=max(completed, 1), words=words)
+            total = max(self.progress.tasks[self.task].completed, 1)
+            self.progress.update(self.task, total=total, completed=total, words=words)
             self.task = None
 
     def close(self) -> None:
@@ -3108,10 +3116,13 @@ class Report:
         self.record.begin(job.config, run, running)
         self.traces.begin("run", jobRunId=run, correlationId=run)
 
-    def job_started(self, now: dt.datetime, reached: set[str]) -> None:
-        """It knows what time it is, and the tables that deletes reach by leave of allow_cascade."""
+    def job_started(self, now: dt.datetime, tables: Sequence[Table]) -> None:
+        """It knows what time it is, and the tables that it will delete from."""
         cutoffs = {f"CUTOFF_{policy.name.upper()}": format_time(policy.cutoff(now)) for policy in self.job.policies}
-        self.log.emit(JOB_STARTED, "job started", **cutoffs, CASCADES=", ".join(sorted(reached)) or None)
+        reached = sorted({str(name) for table in tables for name in table.cascades})  # by leave of allow_cascade
+        self.log.emit(JOB_STARTED, "job started", **cutoffs, CASCADES=", ".join(reached) or None)
+        policies = [table.policy for table in tables]
+        self.record.remember_cutoffs(policies, now, consent=not self.job.scheduled)
 
     def phase_started(self, policy: Policy, now: dt.datetime, walk: str, estimate: int | None) -> None:
         """`estimate`: how many rows the planner thinks will go."""
@@ -3126,7 +3137,6 @@ class Report:
         self.phase_deleted, self.phase_started_at, self.estimate = 0, clock(), estimate
         self.traces.begin("phase", phase=policy.name, table=str(policy.table), walk=walk)
         self.view.phase_started(policy.name, estimate)
-        self.record.remember_cutoff(policy, now, consent=not self.job.scheduled)
 
     def batch_deleted(self, policy: Policy, deleted: int, size: int, seconds: float) -> None:
         """A batch of at most `size` rows was committed, after so many seconds."""
@@ -4106,7 +4116,8 @@ def run_phases(
     job: Job, tables: Sequence[Table | RetentionError], now: dt.datetime, result: Result, report: Report
 ) -> None:
     """The phases in order. What one leaves of its share of the budget, the next ones have."""
-    report.job_started(now, {str(name) for table in tables if isinstance(table, Table) for name in table.cascades})
+    tables = [braked(job, table, now, report.record) for table in tables]
+    report.job_started(now, [table for table in tables if isinstance(table, Table)])
     failed: RunFailedError | None = None  # what no policy can go on after
     for number, (policy, table) in enumerate(zip(job.policies, tables, strict=True)):
         share = clock() + max(0.0, job.end - clock()) / (len(tables) - number)
@@ -4114,6 +4125,15 @@ def run_phases(
         outcome = run_phase(job, policy, failed or table, now, limits, report)
         failed = failed or (outcome.error if isinstance(outcome.error, RunFailedError) else None)
         result.outcomes.append(outcome)
+
+
+def braked(job: Job, table: Table | RetentionError, now: dt.datetime, record: Record) -> Table | RetentionError:
+    """The table, or why nothing may be deleted from it: in a scheduled run, a cutoff that jumped."""
+    if job.scheduled and isinstance(table, Table):
+        last = record.totals.policies.get(table.policy.name)
+        for finding in judge_cutoff(last, table.policy, now, job.config.file):
+            return finding.failure()
+    return table
 
 
 def inspect_safely(job: Job, policy: Policy, *, again: bool = True) -> Table | RetentionError:
@@ -4157,9 +4177,6 @@ def run_phase(
     try:
         if not isinstance(table, Table):
             raise table
-        if job.scheduled:
-            last = report.record.totals.policies.get(policy.name)
-            raise_errors(judge_cutoff(last, policy, now, job.config.file))
         phase = Phase(job.session, table, now, job.config.run, limits, report)
         outcome.started = True
         report.phase_started(policy, now, phase.walk.name, phase.estimate() if report.view.shows else None)
@@ -4373,6 +4390,7 @@ def checked_run(run: Any) -> dict[str, Any]:
         numbers = ("retention_seconds", "deleted", "backlog", "blocked", "overdue")
         expect(all(type(policy[key]) in (int, float, NoneType) for key in numbers))
     expect(type(run["success"]) is bool and times["started"] is not None)
+    expect(all(type(error["message"]) is str for error in run["errors"]))
     expect(run["stop_reason"] == "interrupted" or times["ended"] is not None)
     return {**run, **times}
 
@@ -4615,7 +4633,9 @@ def ended_how(last: dict[str, Any]) -> str:
         "signal": "stopped by a signal, what is left is for the next run",
     }
     reason = last["stop_reason"]
-    return f"failed, exit status {last['exit_status']}" if last["exit_status"] else words.get(reason, str(reason))
+    if last["exit_status"]:
+        return f"failed, exit status {last['exit_status']}"
+    return words.get(reason, "how it ended is not known, as the state was lost")
 
 
 def show_policy(name: str, policy: dict[str, Any], now: dt.datetime) -> Iterator[str]:
@@ -4645,9 +4665,9 @@ def show_policy(name: str, policy: dict[str, Any], now: dt.datetime) -> Iterator
         longest, target, limit = (
             format_duration(dt.timedelta(seconds=slo[f"{key}_seconds"])) for key in ("longest_delay", "target", "limit")
         )
-        share = "" if slo["rows_in_time"] is None else f", {slo['rows_in_time']:.2%} of the rows within {target}"
-        verdict = "held" if slo["held"] else "NOT held"
-        yield f"  since {slo['since']}: rows left within {longest} of their due time (limit {limit}){share}: {verdict}"
+        verdict = "in time" if slo["held"] else "NOT in time"
+        share = "" if slo["rows_in_time"] is None else f"; {slo['rows_in_time']:.2%} within {target}"
+        yield f"  {verdict} since {slo['since']}: no row waited more than {longest} (limit {limit}){share}"
     for run in slo["short_runs"][-SHOWN:]:
         reason = f"failed: {run['error']}" if run["error"] else f"ended short ({run['stop_reason']})"
         yield f"  the run of {run['started']} {reason}"
@@ -5117,8 +5137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def end_early(status: Exit) -> None:
-    """End at once with this status at SIGTERM and SIGINT, until Interrupts takes them over."""
-    for number in (signal.SIGTERM, signal.SIGINT):
+    """End at once with this status when asked to stop, until Interrupts takes the signals over."""
+    for number in stops():
         signal.signal(number, lambda *_: os._exit(status))
 
 
@@ -5135,7 +5155,7 @@ def command() -> NoReturn:
         sys.stdout.flush()
     except OSError:  # log lines for somebody who went away
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    for number in (signal.SIGTERM, signal.SIGINT):  # a late one must not change the exit status
+    for number in stops():  # a late one must not change the exit status
         signal.signal(number, signal.SIG_IGN)
     sys.exit(status)
 

@@ -112,7 +112,7 @@ def assert_one_clear_line(program: Program, config: dict[str, Any], reason: str,
         assert text.count(reason) == 1, text
         assert [name for name in named if name not in text] == [], text
     assert_secret(*(result.output for result in results))
-    assert not (program.directory / "state.toml").exists()
+    assert_secret((program.directory / "state.toml").read_text(), (program.directory / "history.jsonl").read_text())
 
 
 def test_a_wrong_password_is_one_clear_line(locked: Database, program: Program) -> None:
