@@ -2562,11 +2562,11 @@ def show_state(totals: Totals) -> str:
 PREFIX = "identity_session_retention_"
 # Of each enabled policy, by the field of its record; a value that is not known, or that nothing has, is left out.
 POLICY_GAUGES = {
-    "backlog": "Rows still under the policy's predicate when its last run ended, blocked and undeletable included.",
+    "backlog": "Rows still under the policy's predicate as it last ended, blocked and undeletable ones included.",
     "blocked": "Of the backlog, rows to which a row that stays refers.",
     "undeletable": "Of the backlog, rows that the database refuses to delete.",
     "overdue": "Of the backlog, unblocked rows older than their retention plus one interval.",
-    "oldest_row_age_seconds": "Age of the oldest unblocked row of the backlog when the last run ended.",
+    "oldest_row_age_seconds": "Age of the oldest unblocked row of the backlog, as the policy last ended.",
     "last_drained_timestamp_seconds": "When the last run began that left no unblocked row of the policy.",
 }
 JOB_GAUGES = {
@@ -2864,7 +2864,7 @@ class Record:
         self.change(end)
 
     def job_ended(self, run: dict[str, Any], moment: dt.datetime, milliseconds: float | None) -> None:
-        """Note how a run ended: `run` is its line of the history; no duration of one that did not even begin."""
+        """Note how a run ended: `run` is its line of the history; a wrong configuration has no duration."""
 
         def end(totals: Totals) -> None:
             job = totals.job
