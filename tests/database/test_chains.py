@@ -39,10 +39,10 @@ def purge_and_compare(database: Database, program: Program, fate: Fate, batch_si
 def test_finished_chains_of_2000_go_in_one_run(
     indexed: bool, forward: bool, batch_size: int, systems: Database, program: Program
 ) -> None:
-    """40 chains of 2,000: the finished ones go whole, those with a live or young member stay whole and are blocked."""
+    """Ten chains of 2,000: the finished ones go whole, those with a live or young member stay whole and are blocked."""
     if indexed:
         systems.execute(f"CREATE INDEX ON {TABLE} (updated_at)")
-    purge_and_compare(systems, program, load(systems, 40, 2000, forward=forward), batch_size)
+    purge_and_compare(systems, program, load(systems, 10, 2000, forward=forward), batch_size)
 
 
 @pytest.mark.parametrize("indexed", [True, False], ids=["index", "no index"])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import pytest
 from lab import POLICIES, Database, Program, configuration
 
-ROWS, BATCH, FRONT = 44_000, 200, 100_000
+ROWS, BATCH, FRONT = 17_600, 80, 40_000
 #: A late batch may cost so much more than an early one: pages are not filled evenly, and an index has levels.
 GROWTH = 1.5
 #: Buffers a row: its index entry and its page, read to choose, to lock and to delete, and a probe for each reference.
