@@ -133,7 +133,7 @@ def test_a_backlog_leaves_the_others_their_share(systems: Database, program: Pro
     """The first policy may use what is left divided by the phases left, not all of it."""
     fill(systems, sicr=1000, tokens=1000)
     config = configuration(systems.conninfo, max_run_duration="4s", batch_size=10, pause="100ms")
-    result = program.once(config)
+    result = program.inside(config, "--once", "--json")
     assert (result.returncode, result.json["stop_reason"]) == (0, "budget"), result.output
     policies = result.policies
     for name, table in (("sicr", SICR), ("tokens_expired", "refresh_tokens")):
@@ -356,7 +356,7 @@ def test_a_batch_that_fails_for_a_moment_is_tried_again(systems: Database, progr
     """Deadlocks, serialization failures, lock and statement time-outs pass; nothing is lost or counted twice."""
     fill(systems, sicr=100)
     on_delete(systems, f"IF nextval('attempts') IN (5, 20) THEN RAISE SQLSTATE '{sqlstate}'; END IF")
-    result = program.once(configuration(systems.conninfo, batch_size=50))
+    result = program.inside(configuration(systems.conninfo, batch_size=50), "--once", "--json")
     assert result.returncode == 0, result.output
     assert (result.policies["sicr"]["deleted"], systems.count(SICR)) == (100, 0)
     assert sum(batches(log(result.stderr))) == 100
@@ -367,7 +367,7 @@ def test_a_batch_that_always_fails_is_given_up(systems: Database, program: Progr
     """Retries are bounded: that policy fails with the server's code, the others run, exit 1."""
     fill(systems, sicr=100, tokens=10)
     on_delete(systems, f"RAISE SQLSTATE '{sqlstate}'")
-    result = program.once(configuration(systems.conninfo, batch_size=50))
+    result = program.inside(configuration(systems.conninfo, batch_size=50), "--once", "--json")
     assert (result.returncode, result.json["exit_status"], result.json["stop_reason"]) == (1, 1, "failed")
     sicr = result.policies["sicr"]
     assert (sicr["deleted"], sicr["stop_reason"], sicr["error"]["sqlstate"]) == (0, "failed", sqlstate)
@@ -415,7 +415,7 @@ def test_a_table_lock_that_is_never_released_fails_its_policy_alone(systems: Dat
     fill(systems, sicr=100, tokens=10)
     holder = systems.connect(autocommit=False)
     holder.execute(f"LOCK TABLE {SICR}")
-    result = program.once(configuration(systems.conninfo, database={"lock_timeout": "100ms"}))
+    result = program.inside(configuration(systems.conninfo, database={"lock_timeout": "100ms"}), "--once", "--json")
     assert result.returncode == 1, result.output
     assert result.policies["sicr"]["error"]["sqlstate"] == "55P03"
     assert result.policies["sicr"]["backlog"] is None, "nobody could count"
@@ -458,7 +458,7 @@ def test_a_connection_lost_in_a_batch_is_made_again(systems: Database, program: 
         f"IF nextval('attempts') = {attempt} THEN PERFORM pg_terminate_backend(pg_backend_pid()); PERFORM pg_sleep(9);"
         " END IF",
     )
-    result = program.once(configuration(systems.conninfo, batch_size=10))
+    result = program.inside(configuration(systems.conninfo, batch_size=10), "--once", "--json")
     assert result.returncode == 0, result.output
     assert (result.policies["sicr"]["deleted"], systems.count(SICR)) == (100, 0)
     assert sum(batches(log(result.stderr))) == 100
@@ -526,7 +526,7 @@ def test_a_connection_lost_at_commit_counts_what_is_gone(
     proxy = CutAtCommit(listener, systems.server, batch, committed=committed)
     proxy.start()
     config = configuration(f"host={listener.directory} dbname={systems.name} user=retention", batch_size=10)
-    result = program.once(config)
+    result = program.inside(config, "--once", "--json")
     assert proxy.batches >= batch, "the connection was cut"
     assert (result.returncode, systems.count(SICR)) == (0, 0), result.output
     assert result.policies["sicr"]["deleted"] == sum(batches(log(result.stderr))) == 100
@@ -536,7 +536,7 @@ def test_a_connection_lost_again_and_again_fails_the_policy(systems: Database, p
     """Reconnecting is bounded too; the next policy gets a connection of its own."""
     fill(systems, sicr=10, tokens=10)
     on_delete(systems, "PERFORM pg_terminate_backend(pg_backend_pid()); PERFORM pg_sleep(9)")
-    result = program.once(configuration(systems.conninfo))
+    result = program.inside(configuration(systems.conninfo), "--once", "--json")
     assert (result.returncode, systems.count(SICR)) == (1, 10), result.output
     assert result.policies["sicr"]["stop_reason"] == "failed"
     assert result.policies["tokens_expired"]["deleted"] == 10
@@ -610,7 +610,7 @@ def test_a_server_that_does_not_answer_is_given_up_after_connect_timeout(listene
 )
 def test_a_login_that_is_refused_is_unavailable(systems: Database, program: Program, fault: str, word: str) -> None:
     """The server's answer about names is passed on."""
-    assert_unavailable(program.once(configuration(f"{systems.conninfo} {fault}")), word)
+    assert_unavailable(program.inside(configuration(f"{systems.conninfo} {fault}"), "--once", "--json"), word)
 
 
 @pytest.mark.parametrize("whom", ["ROLE retention IN DATABASE {0}", "DATABASE {0}"])
@@ -618,7 +618,7 @@ def test_a_read_only_server_is_unavailable(systems: Database, program: Program, 
     """Made read-only by an administrator, or by a full disk: nothing to be had here tonight."""
     fill(systems, sicr=1)
     systems.execute(f"ALTER {whom.format(systems.name)} SET default_transaction_read_only = on")
-    assert_unavailable(program.once(configuration(systems.conninfo)), "read-only")
+    assert_unavailable(program.inside(configuration(systems.conninfo), "--once", "--json"), "read-only")
     assert systems.count(SICR) == 1
 
 
@@ -636,7 +636,7 @@ def standby(systems: Database) -> Iterator[Database]:
 def test_a_standby_is_unavailable_to_a_run_and_good_for_a_dry_run(standby: Database, program: Program) -> None:
     """Nothing can be deleted on a standby, but what would be deleted can be counted there."""
     config = configuration(standby.conninfo)
-    assert_unavailable(program.once(config), "standby")
+    assert_unavailable(program.inside(config, "--once", "--json"), "standby")
     result = program(config, "--dry-run", "--json")
     assert (result.returncode, result.policies["sicr"]["would_delete"]) == (0, 3), result.output
 
@@ -644,7 +644,7 @@ def test_a_standby_is_unavailable_to_a_run_and_good_for_a_dry_run(standby: Datab
 def test_exit_status_is_in_the_result(systems: Database, program: Program) -> None:
     """The shape of a run's result, to the letter, when all went well."""
     fill(systems, sicr=3)
-    result = program.once(configuration(systems.conninfo))
+    result = program.inside(configuration(systems.conninfo), "--once", "--json")
     assert set(result.json) == {"job_run_id", "now", "stop_reason", "exit_status", "policies", "errors"}
     assert (result.json["exit_status"], result.json["stop_reason"], result.json["errors"]) == (0, "drained", [])
     assert list(result.policies) == list(POLICIES)

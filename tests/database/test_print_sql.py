@@ -476,7 +476,7 @@ def test_the_role_is_that_of_the_connection_string(bare: Callable[[], Database],
     )
     assert f'TO "{ROLE}"' in psql_dry(database, print_sql(program, database, "without a connection"))
     config = configuration(f"postgresql://night%2Djob@127.0.0.1:1/{database.name}")
-    assert 'TO "night-job"' in psql_dry(database, program(config, "--print-sql").stdout)
+    assert 'TO "night-job"' in psql_dry(database, program.inside(config, "--print-sql").stdout)
     database.execute('DROP ROLE IF EXISTS "night-job"')
 
 
@@ -510,13 +510,15 @@ def test_a_password_never_shows(reached: bool, bare: Callable[[], Database], pro
 def test_options_that_do_not_go_with_it_are_refused(option: list[str], program: Program) -> None:
     """It is SQL for every policy, and nothing else."""
     config = configuration(f"host={program.directory}")
-    result = program(config, "--print-sql", *option)
+    result = program.inside(config, "--print-sql", *option)
     assert (result.returncode, result.stdout) == (2, "")
 
 
 def test_a_wrong_configuration_prints_no_sql(program: Program) -> None:
     """78, and nothing that somebody might pipe into psql."""
-    result = program(configuration("host=/nowhere", {"sicr": {**POLICIES["sicr"], "retention": "x"}}), "--print-sql")
+    result = program.inside(
+        configuration("host=/nowhere", {"sicr": {**POLICIES["sicr"], "retention": "x"}}), "--print-sql"
+    )
     assert (result.returncode, result.stdout) == (78, "")
 
 

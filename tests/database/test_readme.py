@@ -33,7 +33,7 @@ def granted(systems: Database) -> Iterator[Database]:
 
 def test_the_grants_suffice(granted: Database, program: Program) -> None:
     """With the README's grants and no others a run deletes what is old."""
-    result = program.once(configuration(granted.conninfo))
+    result = program.inside(configuration(granted.conninfo), "--once", "--json")
     assert result.returncode == 0
     assert {name: policy["deleted"] for name, policy in result.policies.items()} == {
         "sicr": 1,
@@ -60,7 +60,7 @@ def test_a_held_session_stays_with_those_it_descends_from(granted: Database, pro
         INSERT INTO identity.session_holds (session_id, reason)
         SELECT id, 'a court order' FROM identity.refresh_sessions WHERE user_agent = 'held'
     """)
-    result = program.once(configuration(granted.conninfo))
+    result = program.inside(configuration(granted.conninfo), "--once", "--json")
     assert result.returncode == 0
     assert (result.policies["refresh"]["deleted"], result.policies["refresh"]["blocked"]) == (1, 2)
     assert granted.count("identity.refresh_sessions") == 2

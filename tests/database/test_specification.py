@@ -55,7 +55,7 @@ def test_empty_batch(systems: Database, program: Program) -> None:
     """Empty batch: with no row under a predicate the run is a success that deletes nothing."""
     requests(systems, "Pending", "1 day")
     session(systems, "Active", "1 day")
-    result = program.once(configuration(systems.conninfo))
+    result = program.inside(configuration(systems.conninfo), "--once", "--json")
     assert result.returncode == 0
     assert deleted(result.policies) == {}
     assert {p["stop_reason"] for p in result.policies.values()} == {"drained"}
@@ -153,7 +153,7 @@ def test_no_events_and_no_statuses(systems: Database, program: Program) -> None:
     before = dict(systems.execute(f"SELECT id, r::text FROM {REFRESH} r"))
     systems.execute("SELECT pg_stat_force_next_flush()")
     assert systems.execute(written) == [(4, 0, 0)]
-    result = program.once(configuration(systems.conninfo))
+    result = program.inside(configuration(systems.conninfo), "--once", "--json")
     assert deleted(result.policies) == {"refresh": 1}
     after = dict(systems.execute(f"SELECT id, r::text FROM {REFRESH} r"))
     assert len(after) == 3

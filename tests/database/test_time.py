@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from lab import POLICIES, SYSTEMS, Database, Program, Result, Server, configuration, faketime, log
@@ -76,7 +76,8 @@ def test_the_same_rows_go_in_every_zone_and_date_style(
     if role:
         database.execute(f"ALTER ROLE retention IN DATABASE {database.name} SET {role}")
     policies = {t: {"table": t, "age_column": "at", "retention": retention} for t in ("zoned", "unzoned", "days")}
-    result = program(configuration(database.conninfo, policies), "--once", "--json", env=env)
+    run = functools.partial(program, env=env) if env else program.inside
+    result = run(configuration(database.conninfo, policies), "--once", "--json")
     assert result.returncode == 0, result.output
     for table, policy in result.policies.items():
         left = database.execute(f"SELECT label, count(*) FROM {table} GROUP BY 1")
@@ -160,10 +161,10 @@ def test_what_expires_during_the_run_is_for_the_next_run(systems: Database, prog
         "    FOR EACH ROW EXECUTE FUNCTION expire()"
     )
     fill(systems, sicr=1, tokens=1)
-    result = program.once(configuration(systems.conninfo))
+    result = program.inside(configuration(systems.conninfo), "--once", "--json")
     assert (result.returncode, left(systems)) == (0, (0, 0, 1)), result.output
     assert result.policies["tokens_expired"]["deleted"] == 1
-    assert program.once(None).policies["tokens_expired"]["deleted"] == 1
+    assert program.inside(None, "--once", "--json").policies["tokens_expired"]["deleted"] == 1
 
 
 @pytest.mark.parametrize("skew", [YEAR, -YEAR, 400], ids=["a year ahead", "a year behind", "400 seconds ahead"])
@@ -197,10 +198,13 @@ def test_max_clock_skew_is_what_the_clocks_may_differ(systems: Database, program
     assert (result.returncode, left(systems)) == (0, (1, 1, 1)), result.output
 
 
-def scheduled(program: Program, database: Database, retention: str = "90d", **options: Any) -> Result:
+def scheduled(
+    program: Program, database: Database, retention: str = "90d", env: dict[str, str] | None = None
+) -> Result:
     """A scheduled run with this retention of refresh sessions."""
     policies = {**POLICIES, "refresh": {**POLICIES["refresh"], "retention": retention}}
-    return program(configuration(database.conninfo, policies), **options)
+    config = configuration(database.conninfo, policies)
+    return program(config, env=env) if env else program.inside(config)
 
 
 def assert_held(result: Result, phase: str) -> None:
@@ -225,7 +229,7 @@ def test_a_retention_mistyped_is_held_until_an_operator_consents(systems: Databa
     assert left(systems) == (0, 1, 0), "the others run"
     assert_held(scheduled(program, systems, "9d"), "refresh")
     assert left(systems) == (0, 1, 0), "a second attempt is no consent"
-    assert program(None, "--once").returncode == 0
+    assert program.inside(None, "--once").returncode == 0
     assert left(systems) == (0, 0, 0)
     fill(systems, refresh=1, days=60)
     assert scheduled(program, systems, "9d").returncode == 0
@@ -237,7 +241,7 @@ def test_a_dry_run_is_no_consent(systems: Database, program: Program) -> None:
     assert scheduled(program, systems).returncode == 0
     fill(systems, refresh=1, days=60)
     assert scheduled(program, systems, "9d").returncode == 1
-    assert program(None, "--dry-run").returncode == 0
+    assert program.inside(None, "--dry-run").returncode == 0
     assert_held(scheduled(program, systems, "9d"), "refresh")
     assert left(systems) == (0, 1, 0)
 
@@ -255,7 +259,7 @@ def test_what_is_no_leap_is_not_held(systems: Database, program: Program, retent
 def test_a_new_policy_is_not_held(systems: Database, program: Program) -> None:
     """The brake is about a policy that changed, not about one that never ran."""
     config = configuration(systems.conninfo, {"sicr": POLICIES["sicr"]})
-    assert program(config).returncode == 0
+    assert program.inside(config).returncode == 0
     fill(systems, refresh=1)
     assert scheduled(program, systems).returncode == 0
     assert left(systems) == (0, 0, 0)
@@ -284,7 +288,7 @@ def test_a_state_file_that_cannot_be_written_does_not_stop_the_purge(systems: Da
     """What has expired goes even where nothing can be remembered, and the log names the file."""
     fill(systems, sicr=1)
     config = configuration(systems.conninfo, metrics={"state": "/proc/no/state.toml"})
-    result = program(config)
+    result = program.inside(config)
     assert left(systems) == (0, 0, 0), result.output
     assert "/proc/no/state.toml" in result.output
     assert "Traceback" not in result.output

@@ -73,7 +73,7 @@ def test_what_a_lost_connection_holds_goes_in_the_same_run(filled: Database, pro
     began = time.monotonic()
     limits = {"statement_timeout": "10m"}
     config = configuration(proxy.conninfo(filled), TOKENS, database=limits, batch_size=10)
-    tokens = program.once(config).policies["tokens"]
+    tokens = program.inside(config, "--once", "--json").policies["tokens"]
     assert proxy.happened == ["batch answered"]
     assert (tokens["deleted"], tokens["backlog"], tokens["stop_reason"]) == (30, 0, "drained")
     assert time.monotonic() - began < 60, "who waits for the server's time-out has not ended its process"
@@ -91,7 +91,7 @@ def test_only_the_lost_process_of_ours_is_ended(filled: Database, proxy: Proxy, 
     try:
         until(lambda: filled.count("refresh_tokens") == 30, "the other instance pauses")
         ((pid, _),) = sessions(filled)
-        result = program.once(configuration(proxy.conninfo(filled), TOKENS, batch_size=10))
+        result = program.inside(configuration(proxy.conninfo(filled), TOKENS, batch_size=10), "--once", "--json")
         assert (result.returncode, result.policies["tokens"]["deleted"]) == (0, 30), result.output
         assert [pid for pid, _ in sessions(filled)] == [pid]
         assert session.execute("SELECT 1").fetchall() == [(1,)]
@@ -107,7 +107,7 @@ def test_a_scheduled_run_outlives_a_connection_lost_at_once(
     """Right after the login, or in the first batch: it connects again within connect_retry, and all goes."""
     proxy.at(stage, 0 if stage == "login" else 1, proxy.cut)
     config = configuration(proxy.conninfo(filled), TOKENS, database={"connect_retry": "1m"}, batch_size=10)
-    result = program(config)
+    result = program.inside(config)
     assert proxy.happened == [stage]
     assert (result.returncode, filled.count("refresh_tokens")) == (0, 0), result.output
     assert "connect again" in result.stdout
@@ -117,5 +117,5 @@ def test_once_does_not_try_to_begin_again(filled: Database, proxy: Proxy, progra
     """By hand the first loss ends it, with 69."""
     proxy.at("login", 0, proxy.cut)
     config = configuration(proxy.conninfo(filled), TOKENS, database={"connect_retry": "1m"})
-    result = program.once(config)
+    result = program.inside(config, "--once", "--json")
     assert (result.returncode, filled.count("refresh_tokens")) == (69, 30), result.output

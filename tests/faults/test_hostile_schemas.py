@@ -29,7 +29,7 @@ def test_keys_are_compared_as_the_key_compares(action: str | None, database: Dat
     """)
     database.grant("sessions", select="id, parent, updated_at")
     policies = {"sessions": {**SESSIONS["sessions"], "parent_column": "parent"}}
-    sessions = program.once(configuration(database.conninfo, policies)).policies["sessions"]
+    sessions = program.inside(configuration(database.conninfo, policies), "--once", "--json").policies["sessions"]
     assert (sessions["deleted"], sessions["blocked"]) == (2, 1)
     assert database.execute("SELECT id::text, parent::text FROM sessions ORDER BY 1") == [("K1", None), ("live", "k1")]
 
@@ -51,7 +51,7 @@ def test_functions_and_operators_of_others_are_not_used(database: Database, prog
         INSERT INTO sessions VALUES ('held', NULL, {OLD}), ('live', 'held', {YOUNG}), ('gone', NULL, {OLD})
     """)
     database.grant("sessions", select="id, parent, updated_at")
-    sessions = program.once(configuration(database.conninfo, SESSIONS)).policies["sessions"]
+    sessions = program.inside(configuration(database.conninfo, SESSIONS), "--once", "--json").policies["sessions"]
     assert (sessions["deleted"], sessions["blocked"], sessions["stop_reason"]) == (1, 1, "drained")
     assert database.execute("SELECT * FROM calls") == []
 
@@ -77,7 +77,7 @@ def test_operators_for_a_domain_change_nothing(schema: str, database: Database, 
         """)
     only = {"state": [2], "kind": ["a"]}
     policies = {"sessions": {**SESSIONS["sessions"], "table": "auth.sessions", "only": only}}
-    result = program.once(configuration(database.conninfo, policies))
+    result = program.inside(configuration(database.conninfo, policies), "--once", "--json")
     sessions = result.policies["sessions"]
     assert (result.returncode, sessions["deleted"], sessions["backlog"]) == (0, 1, 0), result.output
     assert database.execute("SELECT id FROM auth.sessions ORDER BY 1") == [(2,), (3,), (4,)]
@@ -160,7 +160,7 @@ def test_a_row_that_its_trigger_refuses_is_left_whatever_the_trigger_calls_it(
         CREATE TRIGGER refuse BEFORE DELETE ON sessions FOR EACH ROW EXECUTE FUNCTION refuse()
     """)
     database.grant("sessions", select="id, updated_at")
-    result = program.once(configuration(database.conninfo, SESSIONS, batch_size=20))
+    result = program.inside(configuration(database.conninfo, SESSIONS, batch_size=20), "--once", "--json")
     sessions = result.policies["sessions"]
     assert (sessions["deleted"], sessions["undeletable"], sessions["backlog"]) == (49, 1, 1), result.output
     assert (result.returncode, sessions["error"]["sqlstate"]) == (1, state)
@@ -188,7 +188,7 @@ def test_what_an_undeletable_row_holds_is_blocked(
     if indexed:
         database.execute("CREATE INDEX ON sessions (updated_at)")
     database.grant("sessions", select="id, parent, updated_at")
-    result = program.once(configuration(database.conninfo, SESSIONS, batch_size=30))
+    result = program.inside(configuration(database.conninfo, SESSIONS, batch_size=30), "--once", "--json")
     sessions = result.policies["sessions"]
     counts = [sessions[key] for key in ("deleted", "backlog", "blocked", "undeletable")]
     assert (result.returncode, counts, database.count("sessions")) == (1, [80, 20, 18, 2], 20), result.output
@@ -209,7 +209,7 @@ def test_a_connection_lost_inside_a_trigger_tells_no_row(database: Database, pro
         CREATE TRIGGER audit BEFORE DELETE ON sessions FOR EACH ROW EXECUTE FUNCTION audit()
     """)
     database.grant("sessions", select="id, updated_at")
-    result = program.once(configuration(database.conninfo, SESSIONS))
+    result = program.inside(configuration(database.conninfo, SESSIONS), "--once", "--json")
     assert (result.returncode, database.count("sessions")) == (1, 1)
     assert "connection to the server was lost" in result.output
     assert canary not in result.output
@@ -230,7 +230,7 @@ def test_a_trigger_in_c_that_refuses_a_row_keeps_that_row_alone(database: Databa
         CREATE TRIGGER image BEFORE UPDATE OR DELETE ON sessions FOR EACH ROW EXECUTE FUNCTION lo_manage(image)
     """)
     database.grant("sessions", select="id, updated_at")
-    result = program.once(configuration(database.conninfo, SESSIONS), "--verbose")
+    result = program.inside(configuration(database.conninfo, SESSIONS), "--once", "--json", "--verbose")
     sessions = result.policies["sessions"]
     assert (result.returncode, sessions["deleted"], sessions["undeletable"], sessions["backlog"]) == (1, 99, 1, 1)
     assert (sessions["error"]["sqlstate"], str(canary) in result.output) == ("42704", False)
@@ -256,10 +256,10 @@ def test_a_state_file_of_any_content_stops_no_run(
     policies = {"sessions": {"table": "refresh_tokens", "expiry_column": "expires_at", "grace": "0s"}}
     (tmp_path / "state.toml").write_bytes(content)
     systems.execute(f"INSERT INTO refresh_tokens (expires_at) VALUES ({OLD})")
-    result = program(configuration(systems.conninfo, policies))
+    result = program.inside(configuration(systems.conninfo, policies))
     assert (result.returncode, systems.count("refresh_tokens"), result.stderr) == (0, 0, "")
     assert "state not read" in result.stdout
-    assert "state not read" not in program(None).stdout
+    assert "state not read" not in program.inside(None).stdout
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a device file")
@@ -269,7 +269,7 @@ def test_a_state_file_that_is_a_device_stays_one(systems: Database, program: Pro
     os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
     systems.execute(f"INSERT INTO refresh_tokens (expires_at) VALUES ({OLD})")
     policies = {"sessions": {"table": "refresh_tokens", "expiry_column": "expires_at", "grace": "0s"}}
-    result = program(configuration(systems.conninfo, policies, metrics={"state": str(device)}))
+    result = program.inside(configuration(systems.conninfo, policies, metrics={"state": str(device)}))
     assert (result.returncode, systems.count("refresh_tokens")) == (0, 0), result.output
     assert "state not read" in result.stdout
     assert stat.S_ISCHR(device.stat().st_mode)
@@ -285,7 +285,7 @@ def test_a_consent_is_remembered_whatever_the_clock_was(
         '[policy.sessions]\nnow = 2999-01-01T00:00:00Z\ncutoff = 1999-01-01T00:00:00Z\nuptime = 1.0\nboot_id = ""\n'
     )
     config = configuration(systems.conninfo, policies)
-    assert [program(config, *verb).returncode for verb in ([], ["--once"], [])] == [1, 0, 0]
+    assert [program.inside(config, *verb).returncode for verb in ([], ["--once"], [])] == [1, 0, 0]
 
 
 HARMLESS = [f"n{number}" for number in range(12)]

@@ -43,7 +43,7 @@ def test_a_batch_that_exceeds_its_time_out_goes_in_smaller_ones(systems: Databas
     assert systems.value(f"SELECT pg_table_size('{SICR}')") > 40 * 500_000, "kept out of line, as it is"
     slow(systems, 0.04, "OLD.phone_number::int <= 40")
     database = {"statement_timeout": "1s"}
-    result = program.once(configuration(systems.conninfo, ONE, database=database, batch_size=60))
+    result = program.inside(configuration(systems.conninfo, ONE, database=database, batch_size=60), "--once", "--json")
     sicr = result.policies["sicr"]
     assert (result.returncode, sicr["deleted"], sicr["undeletable"], sicr["error"]) == (0, 400, 0, None), result.output
     assert systems.count(SICR) == 0
@@ -70,7 +70,7 @@ def test_a_budget_shorter_than_a_batch_brings_progress(
     config = configuration(systems.conninfo, policies, database=database, batch_size=100, max_run_duration="1s")
     left = {"sicr": 250, "tokens": 250}
     for _ in range(2):
-        result = program.once(config)
+        result = program.inside(config, "--once", "--json")
         assert (result.returncode, result.json["stop_reason"]) == (0, "budget"), result.output
         for name, table in (("sicr", SICR), ("tokens", "refresh_tokens")):
             policy = result.policies[name]

@@ -43,7 +43,7 @@ def test_a_child_born_during_a_batch_keeps_its_parent(action: str, systems: Data
     service.start()
     try:
         policies = {"refresh": POLICIES["refresh"]}
-        result = program.once(configuration(systems.conninfo, policies, batch_size=30000))
+        result = program.inside(configuration(systems.conninfo, policies, batch_size=30000), "--once", "--json")
     finally:
         ended.set()
         service.join()
@@ -62,7 +62,7 @@ def test_of_30_rows_of_which_10_are_locked_20_go(systems: Database, program: Pro
     other = systems.connect(autocommit=False)
     other.execute("SELECT FROM refresh_tokens WHERE id % 3 = 0 FOR UPDATE")
     policies = {"tokens": {**POLICIES["tokens_expired"], "title": "tokens"}}
-    result = program.once(configuration(systems.conninfo, policies, batch_size=25))
+    result = program.inside(configuration(systems.conninfo, policies, batch_size=25), "--once", "--json")
     tokens = result.policies["tokens"]
     assert (result.returncode, tokens["deleted"], tokens["backlog"], tokens["stop_reason"]) == (0, 20, 10, "locked")
     assert (tokens["blocked"], tokens["undeletable"], tokens["error"]) == (0, 0, None)
@@ -88,11 +88,11 @@ def test_the_parent_of_an_open_child_is_skipped(where: str, systems: Database, p
     # a run that waited would wait for longer than the test does
     patience = {"lock_timeout": "10m", "statement_timeout": "10m"}
     config = configuration(systems.conninfo, {"refresh": POLICIES["refresh"]}, database=patience)
-    result = program.once(config)
+    result = program.inside(config, "--once", "--json")
     refresh = result.policies["refresh"]
     assert (result.returncode, refresh["deleted"], refresh["backlog"], refresh["stop_reason"]) == (0, 9, 1, "locked")
     other.commit()
-    refresh = program.once(None).policies["refresh"]
+    refresh = program.inside(None, "--once", "--json").policies["refresh"]
     assert (refresh["deleted"], refresh["backlog"], refresh["blocked"]) == (0, 1, 1)
 
 
@@ -107,12 +107,14 @@ def test_the_parent_of_a_hidden_child_that_another_session_holds_is_locked(syste
     other = systems.connect(autocommit=False)
     other.execute("DELETE FROM holds")
     policies = {"tokens": POLICIES["tokens_expired"]}
-    result = program.once(configuration(systems.conninfo, policies, database={"lock_timeout": "50ms"}))
+    result = program.inside(
+        configuration(systems.conninfo, policies, database={"lock_timeout": "50ms"}), "--once", "--json"
+    )
     tokens = result.policies["tokens"]
     assert (result.returncode, tokens["deleted"], tokens["backlog"], tokens["stop_reason"]) == (0, 19, 1, "locked")
     assert (tokens["blocked"], tokens["undeletable"], tokens["error"]) == (0, 0, None)
     other.commit()
-    assert program.once(None).policies["tokens"]["deleted"] == 1
+    assert program.inside(None, "--once", "--json").policies["tokens"]["deleted"] == 1
 
 
 def stopping_type(database: Database) -> None:

@@ -137,7 +137,7 @@ def test_an_error_that_stays_fails_its_policy_alone(systems: Database, program: 
     holder = systems.connect()
     holder.execute("SELECT pg_advisory_lock(1)")
     config = configuration(systems.conninfo, POLICY, database={"lock_timeout": "50ms"}, batch_size=50)
-    result = program.once(config)
+    result = program.inside(config, "--once", "--json")
     assert (result.returncode, result.json["stop_reason"]) == (1, "failed"), result.output
     sicr, tokens = result.policies["sicr"], result.policies["tokens_expired"]
     assert (sicr["deleted"], sicr["stop_reason"], sicr["error"]["sqlstate"]) == (0, "failed", "55P03")

@@ -174,8 +174,8 @@ def test_all_defaults_at_once_change_nothing(prepared: Prepared, program: Progra
     assert len(usable) >= len(every) - 2
     prepared.set(sorted(usable, key=lambda setting: setting in DEFAULTS["search path"] + DEFAULTS["serializable"]))
     config = configuration(prepared.database.conninfo, batch_size=30)
-    dry = program(config, "--dry-run", "--json")
-    prepared.check(dry, program.once(None))
+    dry = program.inside(config, "--dry-run", "--json")
+    prepared.check(dry, program.inside(None, "--once", "--json"))
 
 
 #: What a batch runs with, whatever the role has as its default.
@@ -207,7 +207,7 @@ def test_a_batch_runs_with_settings_of_its_own(systems: Database, program: Progr
     )
     for setting in known(systems, [setting for settings in DEFAULTS.values() for setting in settings]):
         systems.execute(f"ALTER ROLE retention IN DATABASE {systems.name} SET {setting}")
-    result = program.once(configuration(systems.conninfo, {"tokens": POLICIES["tokens_expired"]}))
+    result = program.inside(configuration(systems.conninfo, {"tokens": POLICIES["tokens_expired"]}), "--once", "--json")
     assert (result.returncode, systems.count("refresh_tokens")) == (0, 0), result.output
     seen = {name: setting.partition(",")[0] for name, setting in systems.execute("SELECT DISTINCT * FROM seen")}
     assert seen == OURS
@@ -265,7 +265,7 @@ def test_time_outs_of_the_role_do_not_end_our_batches(systems: Database, program
     for setting in ("statement_timeout", "idle_in_transaction_session_timeout", "lock_timeout"):
         systems.execute(f"ALTER ROLE retention IN DATABASE {systems.name} SET {setting} = '500ms'")
     policies = {"tokens": POLICIES["tokens_expired"]}
-    result = program.once(configuration(systems.conninfo, policies))
+    result = program.inside(configuration(systems.conninfo, policies), "--once", "--json")
     assert (result.returncode, result.policies["tokens"]["deleted"]) == (0, 60), result.output
     lines = log(result.stderr)
     assert [line.message for line in lines if line.message.startswith("batch")] == ["batch deleted"]
@@ -278,7 +278,7 @@ def test_an_idle_time_out_between_two_batches_costs_nothing(systems: Database, p
     )
     systems.execute(f"ALTER ROLE retention IN DATABASE {systems.name} SET idle_session_timeout = '300ms'")
     policies = {"tokens": POLICIES["tokens_expired"]}
-    result = program.once(configuration(systems.conninfo, policies, batch_size=10, pause="1s"))
+    result = program.inside(configuration(systems.conninfo, policies, batch_size=10, pause="1s"), "--once", "--json")
     tokens = result.policies["tokens"]
     assert (result.returncode, tokens["deleted"], tokens["backlog"]) == (0, 40, 0), result.output
     batches = [int(line.fields["deletedCount"]) for line in log(result.stderr) if line.event == "batch_deleted"]
@@ -297,7 +297,7 @@ def test_a_transaction_time_out_of_the_role_does_not_end_our_batches(systems: Da
         f"ALTER ROLE retention IN DATABASE {systems.name} SET transaction_timeout = '500ms'"
     )
     policies = {"tokens": POLICIES["tokens_expired"]}
-    result = program.once(configuration(systems.conninfo, policies))
+    result = program.inside(configuration(systems.conninfo, policies), "--once", "--json")
     assert (result.returncode, result.policies["tokens"]["deleted"]) == (0, 60), result.output
 
 
@@ -308,11 +308,11 @@ def test_a_role_that_switches_foreign_keys_off_deletes_nothing(systems: Database
         "CREATE TABLE holds (token bigint REFERENCES refresh_tokens); INSERT INTO holds VALUES (17);"
         f"ALTER ROLE retention IN DATABASE {systems.name} SET session_replication_role = replica"
     )
-    result = program.once(configuration(systems.conninfo, {"tokens": POLICIES["tokens_expired"]}))
+    result = program.inside(configuration(systems.conninfo, {"tokens": POLICIES["tokens_expired"]}), "--once", "--json")
     assert systems.count("refresh_tokens") == 60, result.output
     assert result.returncode in (1, 69)
     assert "session_replication_role" in result.output
-    dry = program(None, "--dry-run", "--json")
+    dry = program.inside(None, "--dry-run", "--json")
     assert (dry.returncode, dry.json["errors"]) == (result.returncode, result.json["errors"]), dry.output
 
 
@@ -325,7 +325,7 @@ def test_an_error_does_not_end_the_session_of_a_role_that_exits_on_error(systems
         "CREATE TRIGGER refuse BEFORE DELETE ON refresh_tokens FOR EACH ROW EXECUTE FUNCTION refuse();"
         f"ALTER ROLE retention IN DATABASE {systems.name} SET exit_on_error = on"
     )
-    result = program.once(configuration(systems.conninfo, {"tokens": POLICIES["tokens_expired"]}))
+    result = program.inside(configuration(systems.conninfo, {"tokens": POLICIES["tokens_expired"]}), "--once", "--json")
     tokens = result.policies["tokens"]
     assert (result.returncode, tokens["deleted"], tokens["undeletable"]) == (1, 59, 1), result.output
     assert tokens["error"]["sqlstate"] == "P0001"

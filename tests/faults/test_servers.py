@@ -123,10 +123,10 @@ def test_a_read_only_primary_and_a_standby_are_told_apart(primary: Server, stand
     database = fill(primary)
     standby.catch_up()
     config = configuration(standby.conninfo(database.name, "retention"), TOKENS)
-    assert_unavailable(program.once(config), "not the primary", "read-only")
+    assert_unavailable(program.inside(config, "--once", "--json"), "not the primary", "read-only")
     configure(primary, "default_transaction_read_only", "on")
     config = configuration(database.conninfo, TOKENS)
-    assert_unavailable(program.once(config), "read-only", "primary")
+    assert_unavailable(program.inside(config, "--once", "--json"), "read-only", "primary")
     assert left(primary, database) == 200
 
 
@@ -156,7 +156,7 @@ def test_a_fail_over_costs_no_row_and_no_count(
     proxy.at(stage, WHEN, lambda: fail_over(proxy, standby))
     hosts = either(proxy, standby, database)
     config = configuration(f"{hosts} target_session_attrs=read-write", TOKENS, batch_size=10)
-    result = program.once(config)
+    result = program.inside(config, "--once", "--json")
     assert proxy.happened == [stage]
     assert result.returncode == 0, result.output
     assert_counts(result, deleted=200, backlog=0, stop_reason="drained")
@@ -176,7 +176,7 @@ def test_rows_that_a_fail_over_brought_back_are_not_passed_over(
     proxy.at("pause", WHEN, lambda: fail_over(proxy, standby, caught_up=False))
     hosts = either(proxy, standby, database)
     config = configuration(f"{hosts} target_session_attrs=read-write", TOKENS, batch_size=10, pause="10ms")
-    result = program.once(config)
+    result = program.inside(config, "--once", "--json")
     assert proxy.happened == ["batch", "pause"]
     assert result.returncode == 0, result.output
     assert_counts(result, deleted=200 + 10 * (WHEN - 1), backlog=left(standby, database), stop_reason="drained")
@@ -198,7 +198,7 @@ def test_a_commit_that_the_fail_over_lost_is_not_counted(
     proxy.at("commit answered", WHEN, lambda: fail_over(proxy, standby, caught_up=False))
     hosts = either(proxy, standby, database)
     config = configuration(f"{hosts} target_session_attrs=read-write", TOKENS, batch_size=10)
-    result = program.once(config)
+    result = program.inside(config, "--once", "--json")
     assert proxy.happened == ["batch", "commit answered"]
     assert result.returncode == 0, result.output
     assert_counts(result, deleted=200, backlog=0, stop_reason="drained")
@@ -227,7 +227,7 @@ def test_a_host_list_alone_finds_the_new_primary(
 
     proxy.at("batch", WHEN, fail)
     hosts = either(proxy, standby, database)
-    result = program.once(configuration(hosts, TOKENS, batch_size=10))
+    result = program.inside(configuration(hosts, TOKENS, batch_size=10), "--once", "--json")
     promoting.join()
     assert told == [True]
     assert result.returncode == 0, result.output
@@ -249,7 +249,9 @@ def test_a_server_demoted_in_mid_run_fails_the_policy(
         primary.start()
 
     proxy.at(stage, WHEN, demote)
-    result = program.once(configuration(proxy.conninfo(database), TOKENS, batch_size=10, max_run_duration="6s"))
+    result = program.inside(
+        configuration(proxy.conninfo(database), TOKENS, batch_size=10, max_run_duration="6s"), "--once", "--json"
+    )
     assert proxy.happened == [stage]
     assert result.returncode == 1, result.output
     doubtful = stage == "commit answered"

@@ -24,7 +24,7 @@ KEYS = sorted(set(re.findall(r"^#?(\w+) = ", EXAMPLE, re.MULTILINE)))
 
 def printed(program: Program, config: str) -> dict[str, Any]:
     """The effective configuration."""
-    result = program(config, "--print-config")
+    result = program.inside(config, "--print-config")
     assert (result.returncode, result.stderr) == (0, "")
     return tomllib.loads(result.stdout)
 
@@ -81,7 +81,7 @@ def test_the_example_of_a_policy_that_ends_replay_detection_is_valid(program: Pr
 )
 def test_what_the_documents_say_is_refused_is_refused(program: Program, absent: str, present: str) -> None:
     """A key for a later version is an error of the configuration, named."""
-    result = program(EXAMPLE.replace(absent, present), "--print-config")
+    result = program.inside(EXAMPLE.replace(absent, present), "--print-config")
     assert result.returncode == 78
     assert present.split()[0] in result.output
 
