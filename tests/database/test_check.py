@@ -721,7 +721,7 @@ CASES = {
 #: Those that need a server, a clock or a file of their own: below.
 ALONE = {
     *("configuration", "unreachable", "server_too_old", "not_primary", "clock_skew", "not_examined"),
-    *("state_unusable", "password_exposed", "cutoff_jumped"),
+    *("state_unusable", "metrics_unusable", "password_exposed", "cutoff_jumped"),
 }
 
 
@@ -1133,7 +1133,7 @@ def test_a_state_file_that_cannot_be_used_is_a_finding(
     """A warning names it and says what is wrong; it is left as it is, and a run deletes all the same."""
     garbage = program.directory / "garbage"
     garbage.write_text("garbage")
-    config = config_of(Case("", (), ""), healthy) | {"metrics": {"state": str(program.directory / place)}}
+    config = config_of(Case("", (), ""), healthy) | {"metrics": {"state": str(program.directory / place), "textfile": ""}}
     result = program.inside(config, "--check", "--json")
     (finding,) = findings(result)
     assert (result.returncode, finding["code"], finding["policy"]) == (0, "state_unusable", None)
@@ -1142,6 +1142,20 @@ def test_a_state_file_that_cannot_be_used_is_a_finding(
     assert (garbage.read_text(), (program.directory / "missing").exists()) == ("garbage", False)
     run = program.inside(None, "--once", "--json")
     assert (run.returncode, run.policies["probe"]["deleted"]) == (0, 1)
+
+
+def test_a_metrics_file_that_cannot_be_replaced_is_a_finding(healthy: Database, program: Program) -> None:
+    """A warning names it; a run deletes all the same, and says that the metrics are not written."""
+    path = program.directory / "missing" / "metrics.prom"
+    state = str(program.directory / "state.toml")
+    config = config_of(Case("", (), ""), healthy) | {"metrics": {"state": state, "textfile": str(path)}}
+    result = program.inside(config, "--check", "--json")
+    (finding,) = findings(result)
+    assert (result.returncode, finding["code"], finding["policy"]) == (0, "metrics_unusable", None)
+    assert f"{path}: its directory is not there" in finding["message"]
+    run = program.inside(None, "--once", "--json")
+    assert (run.returncode, run.policies["probe"]["deleted"]) == (0, 1)
+    assert [line.message for line in log(run.stderr) if line.event == "record_failed"] == ["metrics not written"]
 
 
 def test_a_cutoff_that_will_jump_is_a_finding(healthy: Database, program: Program) -> None:
@@ -1158,7 +1172,7 @@ def test_a_cutoff_that_will_jump_is_a_finding(healthy: Database, program: Progra
     assert (scheduled.returncode, failed.fields["phase"]) == (1, "probe")
 
     def words(text: str) -> str:  # without the instants, and how long ago the last run was
-        return re.sub(r"\d{4}-\S+Z|, while \S+ passed|by \S+,", "", text)
+        return re.sub(r"\d{4}-\S+Z|by \S+, while \S+ passed", "", text)
 
     assert words(failed.fields["error"]) == words(f"{finding['message']}; {finding['remedy']}")
     assert finding["remedy"].endswith(f"--config {program.path} --once --policy probe")
