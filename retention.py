@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import datetime as dt
 import enum
@@ -40,7 +41,6 @@ import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import tomllib
@@ -2484,7 +2484,7 @@ class PolicyRecord:
 class JobRecord:
     """What is kept of the job as a whole, its last run among it."""
 
-    interval_seconds: float = option(NUMBER, 0)
+    interval_seconds: float | None = option(NUMBER)
     errors: int = option(COUNT, 0)
     run_duration_ms: dict[str, int] = field(default_factory=dict, metadata={"kind": COUNTS})
     run_duration_ms_sum: float = option(NUMBER, 0)
@@ -2624,17 +2624,18 @@ def add_reported(totals: Totals, text: str) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
     job, buckets, total = totals.job, dict.fromkeys(BUCKETS, 0), 0.0
+    alone = not totals.policies  # there is no state
 
     def later(moment: dt.datetime | None, seconds: float) -> dt.datetime:
         return max(filter(None, [moment, dt.datetime.fromtimestamp(seconds, UTC)]))
 
     read: Callable[[str], Any] = text_string_to_metric_families
-    samples = [sample for family in read(text) for sample in family.samples]
+    samples = [sample for family in read(text) for sample in family.samples if 0 <= sample.value < 2**53]
     for sample in samples:
         name, value, policy = sample.name.removeprefix(PREFIX), sample.value, sample.labels.get("policy", "")
         if name.endswith("_deleted_total"):
             record = totals.policy(name.removesuffix("_deleted_total"))
-            record.deleted = max(record.deleted, int(value))
+            record.deleted, record.enabled = max(record.deleted, int(value)), record.enabled or alone
         elif name == "errors_total":
             failing = totals.policy(policy) if policy else job
             failing.errors = max(failing.errors, int(value))
@@ -2642,15 +2643,27 @@ def add_reported(totals: Totals, text: str) -> None:
             buckets[sample.labels["le"]] = int(value)
         elif name == "run_duration_ms_sum":
             total = value
+        elif name == "interval_seconds":
+            job.interval_seconds = job.interval_seconds or value
         elif name == "last_run_timestamp_seconds":
             job.last_run = later(job.last_run, value)
         elif name == "last_success_timestamp_seconds":
             job.last_success = later(job.last_success, value)
+        elif name == "retention_seconds" and alone:
+            totals.policy(policy).retention_seconds = value
         elif name == "last_drained_timestamp_seconds":
             record = totals.policy(policy)
             record.last_drained = later(record.last_drained, value)
     if buckets["+Inf"] > job.run_duration_ms.get("+Inf", 0):
         job.run_duration_ms, job.run_duration_ms_sum = buckets, total
+
+
+def read_file(path: str) -> str:
+    """What is in the file; OSError if it is none, such as a pipe, on which one would wait for ever."""
+    if not os.path.isfile(path):
+        raise OSError(errno.EINVAL, "not a regular file")
+    with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as stream:
+        return stream.read()
 
 
 def replace_file(path: str, content: str, *, durable: bool = True) -> None:
@@ -2661,19 +2674,21 @@ def replace_file(path: str, content: str, *, durable: bool = True) -> None:
     path = os.path.realpath(path)
     if os.path.exists(path) and not os.path.isfile(path):
         raise OSError(errno.EINVAL, "not a regular file")
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", errors="surrogateescape", dir=os.path.dirname(path), prefix=".new-", delete=False
-    ) as stream:
-        try:
+    new = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.new")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(new)  # of a run that was killed
+    try:
+        with open(new, "x", encoding="utf-8", errors="surrogateescape", newline="\n") as stream:
             stream.write(content)
             stream.flush()
             os.fchmod(stream.fileno(), 0o644)
             if durable:
                 os.fsync(stream.fileno())
-            os.replace(stream.name, path)
-        except BaseException:
-            os.unlink(stream.name)
-            raise
+        os.replace(new, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(new)
+        raise
 
 
 NO_BRAKE = "without it a run has no cutoff brake"
@@ -2699,6 +2714,7 @@ class Record:
         self.changes: list[Callable[[Totals], None]] = []
         self.deleted: Counter[str] = Counter()
         self.runs: dict[str, dict[str, Any]] = {}  # for the history
+        self.kept: Totals | None = None  # what only the metrics file has of it: the state could not be written
         self.totals = self.read()
 
     @property
@@ -2716,23 +2732,25 @@ class Record:
             self.tell(what, f"{path}: {reason or type(error).__name__}; {consequence}")
 
     def read(self) -> Totals:
-        totals, path = Totals(), self.options.state
+        """What the files tell, and this run beside them."""
+        totals, path = copy.deepcopy(self.kept) or Totals(), self.options.state
         try:
-            if path and os.path.exists(path):
+            if path and os.path.exists(path) and not self.kept:
                 expect(os.path.isfile(path))
                 totals = read_state(path)
         except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             cause = error if isinstance(error, OSError) else ValueError("not a state file of this program")
             self.fail("state not read", path, cause, NO_BRAKE)
         if self.options.textfile:
-            with contextlib.suppress(Exception), open(self.options.textfile, encoding="utf-8") as stream:
-                add_reported(totals, stream.read())
+            with contextlib.suppress(Exception):
+                add_reported(totals, read_file(self.options.textfile))
+        if path and not os.path.exists(path) and totals.job.last_run:
+            self.fail("state not read", path, OSError(errno.ENOENT, "it is gone"), NO_BRAKE)
         return totals
 
     def change(self, change: Callable[[Totals], None]) -> None:
-        """Make a change with the next saving, and for this run at once."""
+        """Make a change with the next saving."""
         self.changes.append(change)
-        change(self.totals)
 
     def add_deleted(self, policy: str, count: int) -> None:
         self.deleted[policy] += count
@@ -2755,6 +2773,7 @@ class Record:
                 self.write("metrics", textfile, lambda: exposition(totals), "what is there is of an earlier run"),
             ]
             if any(written):
+                self.kept = None if written[0] else totals
                 self.changes.clear()
                 self.deleted.clear()
             if self.runs and self.write("history", self.history, self.history_of, "this run is not in it"):
@@ -2774,8 +2793,7 @@ class Record:
         """The history with the runs that are to be added; OSError where it cannot be read, so that it is not lost."""
         lines = []
         if os.path.exists(self.history):
-            with open(self.history, encoding="utf-8", errors="surrogateescape") as stream:
-                lines = [line for line in stream.read().splitlines() if not any(key in line for key in self.runs)]
+            lines = [line for line in read_file(self.history).splitlines() if not any(key in line for key in self.runs)]
         lines += [json.dumps(run) for run in self.runs.values()]
         return "".join(f"{line}\n" for line in lines[-self.KEPT :])
 
@@ -3253,6 +3271,8 @@ class Report:
 
     def record_run(self, result: Result, seconds: float) -> None:
         ended = dt.datetime.now(UTC)
+        if self.job.session.interrupts.requested:  # of whose five seconds the batch in flight may have had four
+            self.record.patience = min(self.record.patience, 0.5)
         whole = self.job.policies == self.job.config.enabled
         line = history_line(result, self.started, ended, self.job.scheduled, whole=whole)
         self.record.job_ended(line, ended, seconds * 1000)
@@ -4232,9 +4252,9 @@ def count_what_stays(phase: Phase, outcome: Outcome) -> None:
         found = phase.find_rest(timeout)
     except (psycopg.Error, RetentionError, StoppedError):
         return
-    if outcome.backlog is None or found.rows > outcome.backlog:
-        outcome.backlog, outcome.blocked = found.rows, found.held
-        outcome.undeletable = min(tally.undeletable, found.rows - found.held)
+    # all of one moment; of rows that a locked row names it says that they can go when that can
+    outcome.backlog, outcome.blocked = found.rows, found.held
+    outcome.undeletable = min(tally.undeletable, found.rows - found.held)
     outcome.overdue = found.overdue
     if found.oldest is not None:
         outcome.oldest_row_age_seconds = found.oldest + outcome.policy.keep.total_seconds()
@@ -4370,12 +4390,11 @@ def read_history(path: str) -> tuple[list[dict[str, Any]], int]:
     """The runs in the order in which they ended, and how many lines cannot be read; OSError."""
     runs, damaged = [], 0
     if os.path.exists(path):
-        with open(path, encoding="utf-8", errors="replace") as stream:
-            for line in stream:
-                try:
-                    runs.append(checked_run(json.loads(line)))
-                except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError):
-                    damaged += 1
+        for line in read_file(path).splitlines():
+            try:
+                runs.append(checked_run(json.loads(line)))
+            except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
+                damaged += 1
     return runs, damaged
 
 
