@@ -2844,10 +2844,11 @@ class Record:
         """Note that a run has begun, and which ones never ended."""
 
         def begin(totals: Totals) -> None:
+            interval = totals.job.interval_seconds or 0
             totals.configure(config)
             for key, other in [*totals.running.items()]:
                 if not other.alive:
-                    self.runs[key] = interrupted(key, other)
+                    self.runs[key] = interrupted(key, other) | {"interval_seconds": interval}
                     del totals.running[key]
             totals.running[job_run_id] = running
 
@@ -2901,7 +2902,7 @@ class Record:
                 job.run_duration_ms_sum += milliseconds
 
         self.change(end)
-        self.runs[run["job_run_id"]] = run
+        self.runs[run["job_run_id"]] = run | {"interval_seconds": self.totals.job.interval_seconds or 0}
         self.save()
 
 
@@ -2939,11 +2940,14 @@ class View:
     def deleted(self, count: int, words: str) -> None:
         """So many rows of the phase are gone; `words` say it."""
 
-    def phase_ended(self, words: str) -> None:
+    def phase_ended(self, words: str, *, drained: bool) -> None:
         """The phase is over."""
 
+    def ended(self, words: str) -> None:
+        """The run has ended; `words` say how."""
+
     def close(self) -> None:
-        """The run is over."""
+        """Nothing more is shown."""
 
 
 class UnitView(View):
@@ -2963,8 +2967,11 @@ class UnitView(View):
             self.told = clock()
             notify(f"STATUS={self.policy}: {words}")
 
-    def phase_ended(self, words: str) -> None:
+    def phase_ended(self, words: str, *, drained: bool) -> None:  # noqa: ARG002, as that of View
         notify(f"STATUS={self.policy}: {words}")
+
+    def ended(self, words: str) -> None:
+        notify(f"STATUS=ended: {words}")
 
 
 class TerminalView(View):
@@ -3005,10 +3012,14 @@ class TerminalView(View):
         if self.task is not None:
             self.progress.update(self.task, completed=count, words=words)
 
-    def phase_ended(self, words: str) -> None:
+    def phase_ended(self, words: str, *, drained: bool) -> None:
         if self.task is not None:
-            total = max(self.progress.tasks[self.task].completed, 1)
-            self.progress.update(self.task, total=total, completed=total, words=words)
+            task = self.progress.tasks[self.task]
+            total = max(task.completed, 1)
+            if drained:
+                self.progress.update(self.task, total=total, completed=total, words=words)
+            else:  # nothing moves, and nothing looks done
+                self.progress.update(self.task, total=task.total or total * 2, words=words)
             self.task = None
 
     def close(self) -> None:
@@ -3045,8 +3056,12 @@ class Traces:
         self.spans: list[Any] = []  # the run, and the phase in it
         self.failures = Failures(logging.ERROR)
         if traces_wanted():
-            with contextlib.suppress(ImportError):
+            try:
                 self.connect()
+            except ImportError:
+                pass
+            except Exception as error:  # noqa: BLE001, of a library that reads settings of its own
+                self.tell("traces not sent", f"{type(error).__name__}: OTEL_… variables that OpenTelemetry refuses")
 
     def connect(self) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -3228,7 +3243,9 @@ class Report:
             sqlstate=error.sqlstate if error else None,
         )
         if outcome.started:
-            self.view.phase_ended(f"{removed} rows deleted, {outcome.stop_reason}")
+            self.view.phase_ended(
+                f"{removed} rows deleted, {outcome.stop_reason}", drained=outcome.stop_reason == "drained"
+            )
 
     def job_ended(self, result: Result) -> None:
         """The run has an outcome for each of its policies."""
@@ -3249,6 +3266,7 @@ class Report:
             FAILED_PHASES=sum(1 for outcome in result.outcomes if outcome.error),
         )
         self.traces.end("a policy failed" if result.exit_status else None, stopReason=result.stop_reason)
+        self.view.ended(f"{self.deleted:,} rows deleted, {result.stop_reason}")
 
     def proof(self, outcome: Outcome) -> dict[str, object]:
         """What an auditor asks of a policy, for the journal: the files can be rewritten by the user of the job."""
@@ -3268,6 +3286,7 @@ class Report:
         self.log.emit(JOB_FAILED, "job failed", ERROR=message, SQLSTATE=sqlstate)
         self.record_run(result, clock() - self.job.started)
         self.traces.end(message, sqlstate=sqlstate)
+        self.view.ended(f"failed: {message}")
 
     def record_run(self, result: Result, seconds: float) -> None:
         ended = dt.datetime.now(UTC)
@@ -3806,9 +3825,9 @@ class SystemdError(Exception):
     """systemd does not tell; the text says why."""
 
 
-def systemd(*command: str) -> str:
+def systemd(*command: str, **variables: str) -> str:
     """What one of systemd's programs prints, in its own language and without colours."""
-    environment = {**os.environ, "LC_ALL": "C.UTF-8", "SYSTEMD_COLORS": "0"}
+    environment = {**os.environ, "LC_ALL": "C.UTF-8", "SYSTEMD_COLORS": "0", **variables}
     try:
         done = subprocess.run(  # noqa: S603, of our own text and systemd's
             command, capture_output=True, text=True, env=environment, timeout=30, check=False
@@ -3823,7 +3842,8 @@ def systemd(*command: str) -> str:
 def properties(unit: str, *names: str) -> dict[str, list[str]]:
     """These properties of a unit: each may have several values, or none."""
     found: dict[str, list[str]] = {name: [] for name in names}
-    for line in systemd("systemctl", "show", "--timestamp=unix", f"--property={','.join(names)}", unit).splitlines():
+    # in UTC: systemd before version 253, Debian 12's, does not print every time as --timestamp= would have it
+    for line in systemd("systemctl", "show", f"--property={','.join(names)}", unit, TZ="UTC").splitlines():
         name, _, value = line.partition("=")
         found[name].append(value)
     return found
@@ -4411,6 +4431,8 @@ def checked_run(run: Any) -> dict[str, Any]:
     expect(type(run["success"]) is bool and times["started"] is not None)
     expect(all(type(error["message"]) is str for error in run["errors"]))
     expect(run["stop_reason"] == "interrupted" or times["ended"] is not None)
+    expect(type(run["scheduled"]) is bool and type(times["started"]) is dt.datetime)
+    expect(read_number(run["interval_seconds"]) >= 0)
     return {**run, **times}
 
 
@@ -4422,6 +4444,11 @@ class Promise:
 
     interval: dt.timedelta
     longest_run: dt.timedelta
+
+    def at(self, *runs: dict[str, Any]) -> Promise:
+        """As it was when these runs ended: by the longest of their intervals, where that was changed in between."""
+        intervals = [dt.timedelta(seconds=run["interval_seconds"]) for run in runs]
+        return dataclasses.replace(self, interval=max(intervals, default=ZERO) or self.interval)
 
     @property
     def target(self) -> dt.timedelta:
@@ -4438,8 +4465,8 @@ def proof_of(policy: Policy, runs: Sequence[dict[str, Any]], now: dt.datetime, p
     A run that drained it left no unblocked row past its retention at the time when it began. So whatever a later run
     deletes has outstayed its retention, or what blocked it, by no more than the time since then.
     """
-    drains: list[dt.datetime] = []
-    delays: list[tuple[dt.timedelta, int]] = []  # of each run since, with the rows that it deleted
+    drains: list[dict[str, Any]] = []
+    delays: list[tuple[dt.timedelta, int, Promise]] = []  # of each run since, with the rows that it deleted
     short: list[dict[str, Any]] = []
     for run in runs:
         ended = run["policies"].get(policy.name)
@@ -4449,32 +4476,40 @@ def proof_of(policy: Policy, runs: Sequence[dict[str, Any]], now: dt.datetime, p
             drains, delays, short = [], [], []
             continue
         if drains:
-            delays.append((run["ended"] - drains[-1], ended["deleted"] or 0))
+            delays.append((run["ended"] - drains[-1]["now"], ended["deleted"] or 0, promise.at(drains[-1], run)))
         if run["now"] and ended["stop_reason"] == "drained" and ended["backlog"] == ended["blocked"]:
-            drains.append(run["now"])
+            drains.append(run)
         else:
             message = ended["error"] and ended["error"]["message"]
             short.append(
                 {"started": format_time(run["started"]), "stop_reason": ended["stop_reason"], "error": message}
             )
-    rows = sum(deleted for _, deleted in delays)
-    share = sum(deleted for delay, deleted in delays if delay <= promise.target) / rows if rows else None
-    longest = max([delay for delay, _ in delays] + [now - drains[-1]]) if drains else None
+    rows = sum(deleted for _, deleted, _ in delays)
+    share = sum(deleted for delay, deleted, then in delays if delay <= then.target) / rows if rows else None
+    if drains:
+        delays.append((now - drains[-1]["now"], 0, promise.at(drains[-1])))
+    longest = max([ZERO, *(delay for delay, _, _ in delays)]) if drains else None
+    kept = all(delay <= then.limit for delay, _, then in delays)
     return {
-        "since": format_time(drains[0]) if drains else None,
+        "since": format_time(drains[0]["now"]) if drains else None,
         "longest_delay_seconds": None if longest is None else round(longest.total_seconds()),
         "target_seconds": round(promise.target.total_seconds()),
         "limit_seconds": round(promise.limit.total_seconds()),
         "rows_in_time": share,
-        "held": None if longest is None else longest <= promise.limit and (share is None or share >= promise.SHARE),
+        "held": None if longest is None else kept and (share is None or share >= promise.SHARE),
         "short_runs": short,
     }
 
 
-def missed_runs(runs: Sequence[dict[str, Any]], now: dt.datetime, interval: dt.timedelta) -> list[dict[str, Any]]:
+def missed_runs(runs: Sequence[dict[str, Any]], now: dt.datetime, promise: Promise) -> list[dict[str, Any]]:
     """Where runs were to be expected, and none was: between two of them, or since the last."""
-    starts = [run["started"] for run in runs if run["scheduled"] or run["success"]]
-    gaps = [(before, round((after - before) / interval) - 1) for before, after in itertools.pairwise([*starts, now])]
+    runs = [run for run in runs if run["scheduled"] or run["success"]]
+    gaps = [
+        (before["started"], round((after["started"] - before["started"]) / promise.at(before, after).interval) - 1)
+        for before, after in itertools.pairwise(runs)
+    ]
+    if runs:
+        gaps.append((runs[-1]["started"], round((now - runs[-1]["started"]) / promise.at(runs[-1]).interval) - 1))
     return [{"after": format_time(before), "runs": count} for before, count in gaps if count > 0]
 
 
@@ -4489,9 +4524,10 @@ def next_run() -> tuple[dt.datetime | None, str]:
     if timer["ActiveState"] != ["active"]:
         return None, f"never: {TIMER} is not started, so that systemd starts no run"
     (when,) = timer["NextElapseUSecRealtime"] or [""]
-    if not re.fullmatch(r"@\d+", when):
+    match = re.fullmatch(r"\w+ ([-0-9]+ [:0-9]+) UTC", when)
+    if not match:
         return None, "not known: systemd does not say"
-    return dt.datetime.fromtimestamp(int(when[1:]), UTC), TIMER
+    return dt.datetime.fromisoformat(match[1]).replace(tzinfo=UTC), TIMER
 
 
 def status_of(
@@ -4551,7 +4587,7 @@ def status_of(
         "history": {
             "runs": len(runs),
             "since": moment(runs[0]["started"]) if runs else None,
-            "missed_runs": missed_runs(runs, now, promise.interval),
+            "missed_runs": missed_runs(runs, now, promise),
             "failed_runs": [
                 {"started": moment(run["started"]), "error": run["errors"][0]["message"]}
                 for run in runs
@@ -4581,9 +4617,8 @@ def problems_of(status: dict[str, Any], now: dt.datetime, promise: Promise) -> I
             f"the run that began {ago(run['started'], now)} did not end: it was killed, or the machine went down"
             f" ({progress_of(run)}); the next run goes on where it was"
         )
-    if last and last["exit_status"]:
-        failed = [name for name, policy in policies.items() if policy["error"]]
-        yield f"the last run failed, with exit status {last['exit_status']}: {last['error'] or ', '.join(failed)}"
+    if last and last["error"]:
+        yield f"the last run failed, with exit status {last['exit_status']}: {last['error']}"
     if status["skipped"] > 1:
         yield (
             f"the last {status['skipped']} scheduled runs did nothing: they started outside run.night_window_utc, the"
@@ -4592,6 +4627,8 @@ def problems_of(status: dict[str, Any], now: dt.datetime, promise: Promise) -> I
     if status["schedule"].startswith("never"):
         yield status["schedule"].removeprefix("never: ")
     for name, policy in policies.items():
+        if policy["error"]:
+            yield f"{name}: failed {ago(policy['as_of'], now)}: {policy['error']['message']}"
         if policy["overdue"]:
             yield f"{name}: {policy['overdue']:,} rows have outstayed their retention by more than an interval"
         if policy["undeletable"]:
@@ -4604,11 +4641,15 @@ def ago(moment: str | None, now: dt.datetime) -> str:
         return "at a time that is not known"
     then = dt.datetime.fromisoformat(moment)
     span = "".join(re.findall(r"\d+[a-z]+", format_duration(round_down(abs(now - then))))[:2])
-    return f"{then:%Y-%m-%d %H:%M:%S} UTC, {f'{span} ago' if then <= now else f'in {span}'}"
+    return f"{plainly(moment)}, {f'{span} ago' if then <= now else f'in {span}'}"
 
 
 def progress_of(run: dict[str, Any]) -> str:
-    return f"in policy {run['phase']}, {run['deleted']:,} rows deleted" if run["phase"] else "nothing deleted yet"
+    return (
+        f"in policy {run['phase']}, {run['deleted']:,} rows deleted"
+        if run["phase"]
+        else "how far it is, is saved every few seconds"
+    )
 
 
 SHOWN = 10  # of each kind of bad night, the last ones; --json has them all
@@ -4618,11 +4659,11 @@ def show_status(status: dict[str, Any]) -> str:
     """The status for people."""
     now = dt.datetime.fromisoformat(status["now"])
     problems, last, history = status["problems"], status["last_run"], status["history"]
-    lines = [f"ATTENTION: {problem}" for problem in problems] or ["OK: the job does what it is meant to do"]
+    lines = [f"ATTENTION: {problem}" for problem in problems] or ["OK: nothing is wrong now"]
     lines += [f"Running now, since {ago(run['started'], now)}: {progress_of(run)}" for run in status["running"]]
     if last:
-        how = "by the timer" if last["scheduled"] else "by hand"
-        lines.append(f"Last run:     {ago(last['ended'], now)}, {how}: {ended_how(last)}")
+        how = "by the timer: " if last["scheduled"] else "by hand: "
+        lines.append(f"Last run:     {ago(last['ended'], now)}, {how if last['job_run_id'] else ''}{ended_how(last)}")
     else:
         lines.append("Last run:     none yet")
     lines.append(f"Last success: {ago(status['last_success'], now) if status['last_success'] else 'none yet'}")
@@ -4636,25 +4677,34 @@ def show_status(status: dict[str, Any]) -> str:
     for name, policy in status["policies"].items():
         lines += ["", *show_policy(name, policy, now)]
     if history["runs"]:
-        lines += ["", f"History: {history['runs']} run{'s' * (history['runs'] > 1)} since {history['since']}"]
-        lines += [f"  interrupted: the run of {started}" for started in history["interrupted_runs"][-SHOWN:]]
-        lines += [f"  failed: the run of {run['started']}: {run['error']}" for run in history["failed_runs"][-SHOWN:]]
+        lines += ["", f"History: {history['runs']} run{'s' * (history['runs'] > 1)} since {plainly(history['since'])}"]
+        lines += [f"  interrupted: the run of {plainly(moment)}" for moment in history["interrupted_runs"][-SHOWN:]]
+        for run in history["failed_runs"][-SHOWN:]:
+            lines.append(f"  failed: the run of {plainly(run['started'])}: {run['error']}")
         for missed in history["missed_runs"][-SHOWN:]:
-            lines.append(f"  missed: {missed['runs']} run{'s' * (missed['runs'] > 1)} after that of {missed['after']}")
+            lines.append(
+                f"  missed: {missed['runs']} run{'s' * (missed['runs'] > 1)} after that of {plainly(missed['after'])}"
+            )
     return "\n".join(lines)
 
 
+ENDED_HOW = {
+    "drained": "nothing left to delete",
+    "locked": "other sessions held what is left",
+    "budget": "out of time, what is left is for the next run",
+    "signal": "stopped by a signal, what is left is for the next run",
+    "failed": "failed",
+}
+
+
 def ended_how(last: dict[str, Any]) -> str:
-    words = {
-        "drained": "nothing left to delete",
-        "locked": "other sessions held what is left",
-        "budget": "out of time, what is left is for the next run",
-        "signal": "stopped by a signal, what is left is for the next run",
-    }
-    reason = last["stop_reason"]
     if last["exit_status"]:
         return f"failed, exit status {last['exit_status']}"
-    return words.get(reason, "how it ended is not known, as the state was lost")
+    return ENDED_HOW.get(last["stop_reason"], "how it ended is not known, as the state was lost")
+
+
+def plainly(moment: str) -> str:
+    return f"{dt.datetime.fromisoformat(moment):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def show_policy(name: str, policy: dict[str, Any], now: dt.datetime) -> Iterator[str]:
@@ -4686,10 +4736,10 @@ def show_policy(name: str, policy: dict[str, Any], now: dt.datetime) -> Iterator
         )
         verdict = "in time" if slo["held"] else "NOT in time"
         share = "" if slo["rows_in_time"] is None else f"; {slo['rows_in_time']:.2%} within {target}"
-        yield f"  {verdict} since {slo['since']}: no row waited more than {longest} (limit {limit}){share}"
+        yield f"  {verdict} since {plainly(slo['since'])}: no row waited more than {longest} (limit {limit}){share}"
     for run in slo["short_runs"][-SHOWN:]:
-        reason = f"failed: {run['error']}" if run["error"] else f"ended short ({run['stop_reason']})"
-        yield f"  the run of {run['started']} {reason}"
+        reason = f"failed: {run['error']}" if run["error"] else ENDED_HOW.get(run["stop_reason"], "")
+        yield f"  the run of {plainly(run['started'])}: {reason}"
 
 
 # ── Setting up ────────────────────────────────────────────────────────────────────────────────────────────────────────

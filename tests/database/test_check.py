@@ -1133,7 +1133,8 @@ def test_a_state_file_that_cannot_be_used_is_a_finding(
     """A warning names it and says what is wrong; it is left as it is, and a run deletes all the same."""
     garbage = program.directory / "garbage"
     garbage.write_text("garbage")
-    config = config_of(Case("", (), ""), healthy) | {"metrics": {"state": str(program.directory / place), "textfile": ""}}
+    metrics = {"state": str(program.directory / place), "textfile": ""}
+    config = config_of(Case("", (), ""), healthy) | {"metrics": metrics}
     result = program.inside(config, "--check", "--json")
     (finding,) = findings(result)
     assert (result.returncode, finding["code"], finding["policy"]) == (0, "state_unusable", None)

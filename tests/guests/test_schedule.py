@@ -1,13 +1,15 @@
-"""What `--check` says of the timer and of the service's time-out, asked of a booted systemd."""
+"""What `--check` and `--status` say of the timer and the service, and systemd of a run, asked of a booted systemd."""
 
 from __future__ import annotations
 
+import datetime
 import json
+import re
 from collections.abc import Iterator
 
 import pytest
 from guest import Guest
-from lab import PROGRAM
+from lab import PROGRAM, until
 
 SERVICE = """
 [Unit]
@@ -188,3 +190,35 @@ def test_a_restricted_user_sees_the_same(guest: Guest) -> None:
     timer(guest, "*-*-* 12:00:00 UTC")
     result = guest.exec("session-retention", "--check", "--json", user="session-retention", check=False)
     assert "timer_outside_window" in [finding["code"] for finding in json.loads(result.stdout)["findings"]]
+
+
+def test_the_status_knows_when_systemd_starts_the_next_run(guest: Guest) -> None:
+    """The time is systemd's own, random delay and all; of a timer that is not started, it says that none will come."""
+
+    # or systemd draws the delay anew whenever somebody sets the clock
+    drop_in(guest, "session-retention.timer", "FixedRandomDelay=yes")
+    asked = "systemctl list-timers --output=json session-retention.timer; session-retention --status --json"
+    first, _, rest = guest.shell(asked).partition("\n")
+    (timer,), told = json.loads(first), json.loads(rest)
+    following = datetime.datetime.fromtimestamp(timer["next"] // 1_000_000, datetime.UTC)
+    assert told["next_run"] == following.isoformat().replace("+00:00", "Z")
+    assert re.search(r"^Next run:     [-0-9]+ 03:\d\d:\d\d UTC, in ", guest.shell("session-retention --status"), re.M)
+    guest.shell("systemctl stop session-retention.timer")
+    told = json.loads(guest.exec("session-retention", "--status", "--json", user="session-retention").stdout)
+    assert told["next_run"] is None
+    assert any("session-retention.timer is not started" in problem for problem in told["problems"])
+
+
+def test_systemctl_status_shows_how_a_run_gets_on(guest: Guest) -> None:
+    """While it goes on: policy, rows, rate, share and what is left of the time; when it is over, how it ended."""
+    guest.fill(old=20)
+    guest.configure(run={"batch_size": 1, "pause": "50ms"})
+    guest.exec("systemctl", "start", "--no-block", "session-retention.service")
+
+    def shown(pattern: str) -> bool:
+        return re.search(rf'Status: "{pattern}"', guest.shell("systemctl status session-retention || true")) is not None
+
+    until(lambda: shown(r"\w+: [1-9]\d* rows deleted, \d+/s.*, budget left 29m\d+s"), "progress")
+    until(lambda: guest.show("session-retention.service", "ActiveState") == "inactive", "the end")
+    assert guest.show("session-retention.service", "Result") == "success"
+    assert "60 rows deleted, drained" in guest.show("session-retention.service", "StatusText")
