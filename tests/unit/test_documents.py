@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 import re
 import tomllib
@@ -113,6 +114,22 @@ def test_help_describes_each_exit_status(help_text: str, status: str) -> None:
 def test_the_readme_describes_each_event() -> None:
     """The README's table has the events of the log, all and only these."""
     assert first_cells("`EVENT`") == EVENTS
+
+
+def test_the_readme_describes_each_metric() -> None:
+    """The README's table has the metrics that a file can have, with their labels, all and only these."""
+    moment = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
+    policy = retention.PolicyRecord(table="t", enabled=True, oldest_row_age_seconds=1.0, last_drained=moment)
+    policy.backlog = policy.blocked = policy.undeletable = policy.overdue = 1
+    job = retention.JobRecord(interval_seconds=1.0, last_run=moment, last_success=moment)
+    text = retention.exposition(retention.Totals(job, {"probe": policy}))
+    names = re.findall(rf"^# TYPE {retention.PREFIX}(\w+)", text, re.MULTILINE)
+    labels = {name: re.findall(rf'^{retention.PREFIX}{name}\{{(\w+)="[^"]*"(?:,(\w+))?', text, re.M) for name in names}
+    shown = {
+        name.replace("probe_", "<policy>_"): "{" + ",".join(filter(None, found[0])) + "}" if found else ""
+        for name, found in labels.items()
+    }
+    assert set(first_cells("metric")) == {f"{name}{labelled}" for name, labelled in shown.items()}
 
 
 def test_the_readme_says_what_is_wrong_in_the_words_of_the_program() -> None:
