@@ -48,7 +48,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType, NoneType
+from types import FrameType, NoneType, SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import psycopg
@@ -81,6 +81,16 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
+def known(fields: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Those that are not None."""
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def some(names: Sequence[str], owner: object) -> dict[str, Any]:
+    """These fields of the owner."""
+    return {name: getattr(owner, name) for name in names}
+
+
 class RetentionError(Exception):
     """The base of what this program raises on purpose; the text is safe to log."""
 
@@ -93,7 +103,7 @@ class RetentionError(Exception):
         super().__init__(self.message)
 
     def json(self) -> dict[str, str | None]:
-        return {"sqlstate": self.sqlstate, "message": self.message}
+        return some(("sqlstate", "message"), self)
 
 
 class ConfigurationError(RetentionError):
@@ -257,7 +267,11 @@ def expect(condition: bool) -> None:
         raise ValueError
 
 
-def exactly(kind: type, allowed: Callable[[Any], bool] = bool, make: Callable[[Any], Any] = lambda v: v) -> Any:
+def anything(_value: Any) -> bool:
+    return True
+
+
+def exactly(kind: type, allowed: Callable[[Any], bool] = anything, make: Callable[[Any], Any] = lambda v: v) -> Any:
     """A `read` of exactly this type (TOML's `true` is not the number 1), made into ours, of which some are allowed."""
 
     def read(value: Any) -> Any:
@@ -269,10 +283,6 @@ def exactly(kind: type, allowed: Callable[[Any], bool] = bool, make: Callable[[A
     return read
 
 
-def anything(_value: Any) -> bool:
-    return True
-
-
 def duration_kind(accepts: str, allowed: Callable[[dt.timedelta], bool]) -> Kind:
     accepts = f"a text with a unit, such as '30d' or '1h30m': {accepts}, units ms s m h d w, 36500d at most"
     return Kind(accepts, exactly(str, allowed, parse_duration), format_duration)
@@ -280,7 +290,7 @@ def duration_kind(accepts: str, allowed: Callable[[dt.timedelta], bool]) -> Kind
 
 # A column name, exactly as the catalog has it. 63 bytes: the server would cut it and may then mean another.
 read_name = exactly(str, lambda name: 0 < len(name.encode()) <= 63)
-text_of = exactly(str, anything)
+text_of = exactly(str)
 
 
 # Of PostgreSQL's key words, those that cannot name a table or a column without quotes.
@@ -369,7 +379,7 @@ def read_only_lists(value: Any) -> dict[str, list[Any]]:
 
 
 POSITIVE = duration_kind("more than 0", lambda d: d > ZERO)
-DURATION = duration_kind("0s or more", lambda _d: True)
+DURATION = duration_kind("0s or more", anything)
 WHOLE_SECONDS = duration_kind("whole seconds, 2s or more", lambda d: d % UNITS["s"] == ZERO and d >= UNITS["s"] * 2)
 CONNINFO = Kind(
     "a libpq connection string, keywords ('dbname=auth user=x') or URI ('postgresql://…', with @ : / in its parts"
@@ -377,15 +387,15 @@ CONNINFO = Kind(
     read_conninfo,
 )
 SIZE = Kind("a whole number of rows, 1 to 2147483647", exactly(int, lambda size: 1 <= size < 2**31))
-BOOLEAN = Kind("true or false", exactly(bool, anything))
+BOOLEAN = Kind("true or false", exactly(bool))
 WINDOW = Kind(
     'a UTC time span such as "02:00-05:00", its ends different, or "" for any time',
-    exactly(str, anything, NightWindow.parse),
+    exactly(str, make=NightWindow.parse),
     lambda window: str(window or ""),
 )
 PAUSE = Kind(
     '"auto", or a duration of 0s or more such as "100ms", units ms s m h d w, 36500d at most',
-    exactly(str, anything, lambda text: None if text == "auto" else parse_duration(text)),
+    exactly(str, make=lambda text: None if text == "auto" else parse_duration(text)),
     lambda pause: "auto" if pause is None else format_duration(pause),
 )
 PATH = Kind('an absolute path, or "" for none', exactly(str, lambda path: not path or path.startswith("/")))
@@ -399,7 +409,7 @@ ONLY = Kind(
     read_only_lists,
 )
 NO_VACUUM = Kind("false; VACUUM after a run is not in this version", exactly(bool, lambda value: not value))
-NO_LAG = Kind("left out: waiting for standbys is not in this version", exactly(NoneType))
+NO_LAG = Kind("left out: waiting for standbys is not in this version", exactly(NoneType))  # which TOML does not have
 
 
 def option(kind: Kind, default: Any = None) -> Any:
@@ -1028,12 +1038,14 @@ def judge(error: psycopg.Error) -> Verdict:
     return Verdict.ISOLATE if error.diag.context and verdict not in curable else verdict
 
 
-def describe(error: psycopg.Error, *, triggered: bool = False) -> str:
-    """What may be said of a server's error: never DETAIL, and the message only where it cannot quote a row.
+def describe(error: psycopg.Error | RetentionError, *, triggered: bool = False) -> str:
+    """What may be said of an error: never a server's DETAIL, and its message only where it cannot quote a row.
 
     Whatever ran inside a function may quote anything, so there only the names of the condition, the table, the
     constraint and the function are given. It has a context, but for functions in C: `triggered` says there may be one.
     """
+    if isinstance(error, RetentionError):
+        return error.message
     state, diag = error.sqlstate, error.diag
     if state is None:  # the driver's own; libpq appends the whole of the server's last message to it
         if isinstance(error, SilentServerError):
@@ -1286,7 +1298,7 @@ class Finding:
         return RULES[self.code].failure(f"{self.message}; {self.remedy}{more}", self.sqlstate)
 
     def json(self) -> dict[str, str | None]:
-        return {key: getattr(self, key) for key in ("policy", "severity", "code", "message", "remedy")}
+        return some(("policy", "severity", "code", "message", "remedy"), self)
 
 
 # ── What the database says of a table ─────────────────────────────────────────────────────────────────────────────────
@@ -1342,7 +1354,12 @@ class Table:
         cutoff = self.policy.cutoff(now)
         if self.age_type == "date":
             return (cutoff - dt.timedelta(microseconds=1)).date().isoformat()
-        return cutoff.astimezone(UTC).replace(tzinfo=None).isoformat()
+        return without_zone(cutoff)
+
+
+def without_zone(moment: dt.datetime) -> str:
+    """The moment in UTC as the server reads it for any type: its sessions are in UTC."""
+    return moment.astimezone(UTC).replace(tzinfo=None).isoformat()
 
 
 # Whatever else a relation may be (an index, a sequence) is "no table".
@@ -1496,22 +1513,6 @@ class Column:
     indexed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Inspection:
-    """What there is to say of one policy's table; `table` is None if an error is among it."""
-
-    policy: Policy
-    table: Table | None
-    lifetime: Column | None  # where the policy does not go by it: when a row's token would expire
-    findings: tuple[Finding, ...]
-
-    def failure(self) -> RetentionError:
-        """The error that the policy has in a run; there is more in `--check` if there is more."""
-        errors = [finding for finding in self.findings if finding.severity is ERROR]
-        more = f" ({len(errors) - 1} more: {PROGRAM} --check)" if len(errors) > 1 else ""
-        return errors[0].failure(more)
-
-
 def identity(policy: Policy) -> dict[str, Any]:
     """The parameters of FINGERPRINT."""
     judged = [policy.column, *(policy.only or {}), *filter(None, [policy.parent_column])]
@@ -1521,26 +1522,27 @@ def identity(policy: Policy) -> dict[str, Any]:
 def inspect(session: Session, policy: Policy, policies: Sequence[Policy]) -> Inspection:
     """What the catalog says of the policy's table; `policies` are all of them, this one included."""
     with session.transaction(snapshot=True) as transaction:
-        inspector = Inspector(transaction, policy)
-        table = inspector.inspect(policies)
-        lifetime = inspector.lifetime(policies) if table else None
-    if table and not inspector.failed:
+        inspection = Inspection(transaction, policy)
+        inspection.look(policies)
+    if inspection.table:
         try:
             with session.transaction(snapshot=True) as transaction:
-                transaction.execute(*explained(table))
+                transaction.execute(*explained(inspection.table))
         except psycopg.Error as error:
             if judge(error) in (Verdict.RECONNECT, Verdict.FAIL_RUN):
                 raise
             if judge(error) is Verdict.FAIL:  # anything else, such as a lock, is for the run to meet
                 problem = " ".join(filter(None, [error.diag.message_primary, error.diag.message_detail]))
-                inspector.report("delete_refused", error.sqlstate, problem=problem)
-    return Inspection(policy, None if inspector.failed else table, lifetime, tuple(inspector.findings))
+                inspection.report("delete_refused", error.sqlstate, problem=problem)
+    return inspection
 
 
-class Inspector:
+class Inspection:
     """One look at the catalog, in one snapshot. What is wrong is reported, and the look goes on as far as it can."""
 
     def __init__(self, transaction: Transaction, policy: Policy) -> None:
+        self.judged: Table | None = None
+        self.lifetime: Column | None = None  # where the policy does not go by it: when a row's token would expire
         self.transaction = transaction
         self.policy = policy
         self.name = policy.table
@@ -1550,8 +1552,18 @@ class Inspector:
         self.oid = 0
 
     @property
-    def failed(self) -> bool:
-        return any(finding.severity is ERROR for finding in self.findings)
+    def errors(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.severity is ERROR]
+
+    @property
+    def table(self) -> Table | None:
+        """What a run may delete from; None if there is an error."""
+        return None if self.errors else self.judged
+
+    def failure(self) -> RetentionError:
+        """The error that the policy has in a run; there is more in `--check` if there is more."""
+        first, *others = self.errors
+        return first.failure(f" ({len(others)} more: {PROGRAM} --check)" if others else "")
 
     def ask(self, query: str, **parameters: object) -> list[tuple[Any, ...]]:
         return self.transaction.execute(query.encode(), {"oid": self.oid, **parameters}).fetchall()
@@ -1560,18 +1572,18 @@ class Inspector:
         names = {"table": self.name, "role": self.role, **names}
         self.findings.append(Finding.of(code, self.policy.name, sqlstate, **names))
 
-    def inspect(self, policies: Sequence[Policy]) -> Table | None:
+    def look(self, policies: Sequence[Policy]) -> None:
         relations = self.ask(RELATION, schema=self.name.schema, name=self.name.name)
         if not relations:
             ((database,),) = self.ask("SELECT current_database()")
             self.report("table_missing", database=database)
-            return None
+            return
         self.oid, relkind, is_partition, has_children, role = relations[0]
         self.role = quoted(role)
         if relkind != "r" or is_partition or has_children:
             kind = "a partition" if is_partition else KINDS_OF_RELATION.get(relkind, "no table")
             self.report("partitioned" if is_partition or relkind in "rp" else "not_a_table", kind=kind)
-            return None
+            return
         ((fingerprint,),) = self.ask(f"SELECT {FINGERPRINT}", **identity(self.policy))
         self.columns = {row[0]: Column(*row) for row in self.ask(COLUMNS)}
         age = self.age()
@@ -1592,8 +1604,9 @@ class Inspector:
         self.privileges(list(reads))
         triggered = self.hindrances()
         if age is None or not all(only):
-            return None
-        return Table(
+            return
+        self.lifetime = self.find_lifetime(policies)
+        self.judged = Table(
             policy=self.policy,
             name=self.name,
             oid=self.oid,
@@ -1742,7 +1755,7 @@ class Inspector:
         if lacks:
             self.report("privilege_missing", privileges=", ".join(lacks), sql="; ".join(statements) + ";")
 
-    def lifetime(self, policies: Sequence[Policy]) -> Column | None:
+    def find_lifetime(self, policies: Sequence[Policy]) -> Column | None:
         """The column by which another policy of the table goes, or one of the usual name, if the role may read it."""
         if self.policy.expiry_column:
             return None
@@ -2118,18 +2131,6 @@ def explained(table: Table) -> tuple[sql.Composed, dict[str, Any]]:
     return sql.SQL("EXPLAIN {}").format(batch), {**parameters, "delete": False, "locked": None}
 
 
-def estimated(table: Table) -> sql.Composed:
-    """EXPLAIN of what a policy would find: the planner's estimate, for which nothing is read."""
-    age = sql.SQL("SELECT FROM ONLY {} t WHERE t.{} OPERATOR(pg_catalog.<) " + f"%(bound)s::{table.age_type}")
-    conditions = [sql.SQL("EXPLAIN (FORMAT JSON) {}").format(age.format(relation(table.name), Name(table.age)))]
-    for number, only in enumerate(table.only):  # put so that the column's statistics fit
-        values = f"%(only{number})s::{only.type}[]"
-        column = "{}::text" if only.type == "text" else "{}"
-        named = sql.SQL(f"t.{column} OPERATOR(pg_catalog.=) ANY ({values})").format(Name(only.column))
-        conditions.append(named)
-    return sql.SQL(" AND ").join(conditions)
-
-
 @dataclass(frozen=True, slots=True)
 class Found:
     """What a survey finds of a policy's rows; `oldest`: seconds from the oldest that is not held to the cutoff."""
@@ -2140,13 +2141,19 @@ class Found:
     oldest: float | None
 
 
-def survey(tables: Sequence[Table]) -> sql.Composed:
+def survey(
+    tables: Sequence[Table],
+    now: dt.datetime,
+    interval: dt.timedelta,
+    hidden: Sequence[str] = (),
+    refused: Sequence[str] = (),
+) -> tuple[sql.Composed, dict[str, Any]]:
     """Of the last of these policies, the others having run in order: what it finds, as the fields of `Found`.
 
     What an earlier policy takes, a later one does not find, nor does it hold anything. Each `held` starts from the rows
-    that stay and goes to what they name, by key. Reads a whole table once for each policy with references. Parameters:
-    `parameters_of` under the prefixes p0_, p1_ and so on; `hidden`, addresses of rows that rows which we cannot see
-    hold, and `refused`, of rows that the database refuses to delete; `late`, the bound of what is overdue; `cutoff`.
+    that stay and goes to what they name, by key. Reads a whole table once for each policy with references. `hidden` are
+    addresses of rows that rows which we cannot see hold, `refused` of rows that the database refuses to delete. Rows
+    are overdue when an interval has passed since their retention has. The parameters come with the statement.
     """
 
     def not_taken(alias: str, name: TableName, number: int) -> sql.Composed:
@@ -2160,7 +2167,9 @@ def survey(tables: Sequence[Table]) -> sql.Composed:
         return sql.SQL(" AND ").join(conditions)
 
     ctes = []
+    parameters: dict[str, Any] = {"hidden": [*hidden], "refused": [*refused]}
     for number, table in enumerate(tables):
+        parameters |= parameters_of(table, table.bound(now), f"p{number}_")
         rule = predicate(table, "t", f"p{number}_")
         condition = sql.SQL("{} AND {}").format(rule, not_taken("t", table.name, number))
         starts = [sql.SQL("SELECT {} FROM ONLY {} t WHERE false").format(selected(table), relation(table.name))]
@@ -2180,19 +2189,20 @@ def survey(tables: Sequence[Table]) -> sql.Composed:
             )
         if number == len(tables) - 1:
             named = sql.SQL("SELECT {} FROM ONLY {} t WHERE t.ctid = ANY (%({})s::tid[]) AND {}")
-            hidden, refused = (
+            unseen, kept = (
                 named.format(selected(table), relation(table.name), sql.SQL(which), condition)
                 for which in ("hidden", "refused")
             )
             held_by_them = sql.SQL("SELECT p.* FROM ({}) u CROSS JOIN LATERAL ({}) p")
-            starts += [hidden, held_by_them.format(refused, parents_of(table, "u", condition))]
+            starts += [unseen, held_by_them.format(kept, parents_of(table, "u", condition))]
         held = sql.Identifier(f"held{number}")
         ctes.append(
             sql.SQL("{held} AS (({starts}) UNION SELECT p.* FROM {held} h CROSS JOIN LATERAL ({parents}) p)").format(
                 held=held, starts=sql.SQL(" UNION ALL ").join(starts), parents=parents_of(table, "h", condition)
             )
         )
-    return sql.SQL("""WITH RECURSIVE {ctes}
+    parameters |= {"late": table.bound(now - interval), "cutoff": without_zone(table.policy.cutoff(now))}
+    statement = sql.SQL("""WITH RECURSIVE {ctes}
 SELECT count(*), count(*) FILTER (WHERE r.held),
        count(*) FILTER (WHERE NOT r.held AND r.age OPERATOR(pg_catalog.<) %(late)s::{type}),
        CASE WHEN count(*) FILTER (WHERE NOT r.held) > 0 THEN EXTRACT(EPOCH FROM %(cutoff)s::timestamp - GREATEST(
@@ -2208,22 +2218,7 @@ FROM (SELECT t.{age} AS age, t.ctid IN (SELECT tid FROM {held}) AS held
         not_taken=not_taken("t", table.name, number),
         held=held,
     )
-
-
-def survey_parameters(
-    tables: Sequence[Table],
-    now: dt.datetime,
-    interval: dt.timedelta,
-    hidden: Sequence[str] = (),
-    refused: Sequence[str] = (),
-) -> dict[str, Any]:
-    """The parameters of `survey`: rows are overdue when an interval has passed since their retention has."""
-    last = tables[-1]
-    cutoff = last.policy.cutoff(now).astimezone(UTC).replace(tzinfo=None).isoformat()
-    parameters = {"late": last.bound(now - interval), "cutoff": cutoff, "hidden": [*hidden], "refused": [*refused]}
-    for number, table in enumerate(tables):
-        parameters |= parameters_of(table, table.bound(now), f"p{number}_")
-    return parameters
+    return statement, parameters
 
 
 def census(table: Table, lifetime: Column | None) -> sql.Composed:
@@ -2348,7 +2343,7 @@ class Log:
 
     def emit(self, event: Event, message: str, **fields: object) -> None:
         """Log one event; a field that is None is left out. A failure to log is nobody's failure."""
-        known = {"JOB_RUN_ID": self.job_run_id, **{key: value for key, value in fields.items() if value is not None}}
+        fields = {"JOB_RUN_ID": self.job_run_id, **known(fields)}
         sent = False
         if self.send and not self.journal_reads():
             self.send = None  # it is stuck; the purge goes on
@@ -2360,12 +2355,12 @@ class Log:
                     PRIORITY=str(int(event.level)),
                     SYSLOG_IDENTIFIER=PROGRAM,
                     EVENT=event.name,
-                    **{key: str(value) for key, value in known.items()},
+                    **{key: str(value) for key, value in fields.items()},
                 )
                 sent = True
         if not (sent and self.is_journal()) and event not in self.unwritten:
             moment = time.strftime("%Y-%m-%d %H:%M:%S")
-            pairs = " ".join(f"{camel(key)}={format_value(value)}" for key, value in known.items())
+            pairs = " ".join(f"{camel(key)}={format_value(value)}" for key, value in fields.items())
             with contextlib.suppress(OSError, ValueError):
                 if self.is_writable():
                     self.write(f"[{moment}] [{event.level.name}] {message} {pairs}")
@@ -2398,15 +2393,6 @@ class Log:
 # ── The record ────────────────────────────────────────────────────────────────────────────────────────────────────────
 # What is kept from run to run: the state file, the metrics file that is made of it, and the history beside it. Knows no
 # database. A file that cannot be read or written is said, and stops no purge.
-
-
-def uptime() -> float:
-    """Seconds since this machine started, from a clock that nobody sets."""
-    try:
-        with open("/proc/uptime") as stream:
-            return float(stream.read().split()[0])
-    except (OSError, ValueError, IndexError):
-        return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def boot_id() -> str:
@@ -2451,6 +2437,12 @@ WORDS = Kind("text", text_of)
 COUNTS = Kind("counts by upper bound", read_buckets)
 
 
+# What stays of a policy's rows, by the fields of its outcome, its record, the history and the status alike.
+REST = ("backlog", "blocked", "blocked_by", "undeletable", "overdue", "oldest_row_age_seconds")
+# Of the last run, likewise.
+LAST_RUN = ("job_run_id", "started", "scheduled", "stop_reason", "exit_status")
+
+
 @dataclass(slots=True)
 class PolicyRecord:
     """What is kept of a policy: its counters for ever, its last cutoff, and how its last run left its table."""
@@ -2463,13 +2455,14 @@ class PolicyRecord:
     # of the last run that was let go on: what the cutoff brake compares with
     now: dt.datetime | None = option(MOMENT)  # the database's clock
     cutoff: dt.datetime | None = option(MOMENT)
-    uptime: float = option(NUMBER, 0)
+    uptime: float = option(NUMBER, 0)  # of `clock`
     boot_id: str = option(WORDS, "")
     # of the last run: None is not known
     ended: dt.datetime | None = option(MOMENT)
     stop_reason: str | None = option(WORDS)
     sqlstate: str | None = option(WORDS)
     error: str | None = option(WORDS)
+    # REST
     backlog: int | None = option(COUNT)
     blocked: int | None = option(COUNT)
     blocked_by: str | None = option(WORDS)
@@ -2516,6 +2509,10 @@ class RunningRecord:
     def alive(self) -> bool:
         return self.boot_id == boot_id() and self.born == born(self.process) != 0
 
+    def json(self, job_run_id: str) -> dict[str, Any]:
+        started = self.started and format_time(self.started)
+        return {"job_run_id": job_run_id, "started": started, **some(("phase", "deleted"), self)}
+
 
 @dataclass(slots=True)
 class Totals:
@@ -2560,100 +2557,90 @@ def show_state(totals: Totals) -> str:
 
 
 PREFIX = "identity_session_retention_"
-# Of each enabled policy, by the field of its record; a value that is not known, or that nothing has, is left out.
-POLICY_GAUGES = {
-    "backlog": "Rows still under the policy's predicate as it last ended, blocked and undeletable ones included.",
-    "blocked": "Of the backlog, rows to which a row that stays refers.",
-    "undeletable": "Of the backlog, rows that the database refuses to delete.",
-    "overdue": "Of the backlog, unblocked rows older than their retention plus one interval.",
-    "oldest_row_age_seconds": "Age of the oldest unblocked row of the backlog, as the policy last ended.",
-    "last_drained_timestamp_seconds": "When the last run began that left no unblocked row of the policy.",
-}
-JOB_GAUGES = {
-    "interval_seconds": "How often the job is meant to run.",
-    "last_run_timestamp_seconds": "When the last run ended, however it ended.",
-    "last_success_timestamp_seconds": "When the last run of all policies ended well.",
+# By their labels: of the job, of each enabled policy, of its table. A gauge shows the field of that name of the record;
+# a value that is not known, or that nothing has, is left out.
+GAUGES: dict[tuple[str, ...], dict[str, str]] = {
+    (): {
+        "interval_seconds": "How often the job is meant to run.",
+        "last_run_timestamp_seconds": "When the last run ended, however it ended.",
+        "last_success_timestamp_seconds": "When the last run of all policies ended well.",
+    },
+    ("policy",): {"retention_seconds": "How long the policy keeps a row after the time in its column."},
+    ("policy", "table"): {
+        "backlog": "Rows still under the policy's predicate as it last ended, blocked and undeletable ones included.",
+        "blocked": "Of the backlog, rows to which a row that stays refers.",
+        "undeletable": "Of the backlog, rows that the database refuses to delete.",
+        "overdue": "Of the backlog, unblocked rows older than their retention plus one interval.",
+        "oldest_row_age_seconds": "Age of the oldest unblocked row of the backlog, as the policy last ended.",
+        "last_drained_timestamp_seconds": "When the last run began that left no unblocked row of the policy.",
+    },
 }
 
 
 def exposition(totals: Totals) -> str:
     """The metrics, in Prometheus's text format."""
-    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client import generate_latest
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
-    def value(record: JobRecord | PolicyRecord, gauge: str) -> Any:
-        found = getattr(record, gauge.removesuffix("_timestamp_seconds"))
-        return found.timestamp() if isinstance(found, dt.datetime) else found
 
     job = totals.job
     policies = {name: record for name, record in totals.policies.items() if record.enabled}
     families: list[Any] = []
 
-    def add(kind: Any, name: str, text: str, samples: Mapping[Any, Any], *labels: str) -> None:
+    def add(kind: Any, name: str, text: str, samples: Mapping[Any, Any], labels: Sequence[str] = ()) -> None:
         family = kind(PREFIX + name, text, labels=labels)
-        for values, number in samples.items():
-            if number is not None:
-                family.add_metric(values, number)
+        for values, value in known(samples).items():
+            family.add_metric(values, value.timestamp() if isinstance(value, dt.datetime) else value)
         if family.samples:
             families.append(family)
 
     for name, record in policies.items():
         add(CounterMetricFamily, f"{name}_deleted", f"Rows that the policy {name} has deleted.", {(): record.deleted})
     errors = {("",): job.errors, **{(name,): record.errors for name, record in policies.items()}}
-    add(CounterMetricFamily, "errors", "Failures of a policy, or with an empty one of a whole run.", errors, "policy")
-    duration = HistogramMetricFamily(f"{PREFIX}run_duration_ms", "Duration of a run, in milliseconds.")
+    add(CounterMetricFamily, "errors", "Failures of a policy, or with an empty one of a whole run.", errors, ["policy"])
     buckets = [(bound, job.run_duration_ms.get(bound, 0)) for bound in BUCKETS]
-    duration.add_metric([], buckets, job.run_duration_ms_sum)
-    families.append(duration)
-    for gauge, text in JOB_GAUGES.items():
-        add(GaugeMetricFamily, gauge, text, {(): value(job, gauge)})
-    kept = {(name,): record.retention_seconds for name, record in policies.items()}
-    text = "How long the policy keeps a row after the time in its column."
-    add(GaugeMetricFamily, "retention_seconds", text, kept, "policy")
-    for gauge, text in POLICY_GAUGES.items():
-        samples = {(name, record.table): value(record, gauge) for name, record in policies.items()}
-        add(GaugeMetricFamily, gauge, text, samples, "policy", "table")
-    collector = type("Collector", (), {"collect": lambda _self: families})
-    registry = CollectorRegistry()
-    registry.register(cast(Any, collector()))
-    return generate_latest(registry).decode()
+    text = "Duration of a run, in milliseconds."
+    families.append(HistogramMetricFamily(f"{PREFIX}run_duration_ms", text, buckets, job.run_duration_ms_sum))
+    for labels, gauges in GAUGES.items():
+        of_policies = {(name, record.table)[: len(labels)]: record for name, record in policies.items()}
+        records = of_policies if labels else {(): job}
+        for gauge, text in gauges.items():
+            samples = {
+                key: getattr(record, gauge.removesuffix("_timestamp_seconds")) for key, record in records.items()
+            }
+            add(GaugeMetricFamily, gauge, text, samples, labels)
+    return generate_latest(cast(Any, SimpleNamespace(collect=lambda: families))).decode()
 
 
 def add_reported(totals: Totals, text: str) -> None:
     """Raise the counters and times to those of a metrics file: what was reported once is never taken back."""
     from prometheus_client.parser import text_string_to_metric_families
 
+    def reach(record: JobRecord | PolicyRecord, name: str, value: Any) -> None:
+        setattr(record, name, max(getattr(record, name) or value, value))
+
     job, buckets, total = totals.job, dict.fromkeys(BUCKETS, 0), 0.0
-    alone = not totals.policies  # there is no state
-
-    def later(moment: dt.datetime | None, seconds: float) -> dt.datetime:
-        return max(filter(None, [moment, dt.datetime.fromtimestamp(seconds, UTC)]))
-
     read: Callable[[str], Any] = text_string_to_metric_families
-    samples = [sample for family in read(text) for sample in family.samples if 0 <= sample.value < 2**53]
-    for sample in samples:
-        name, value, policy = sample.name.removeprefix(PREFIX), sample.value, sample.labels.get("policy", "")
+    alone = not totals.policies  # there is no state
+    # all or none, if some cannot be read
+    for sample in [sample for family in read(text) for sample in family.samples if 0 <= sample.value < 2**53]:
+        name, value, policy = sample.name.removeprefix(PREFIX), sample.value, sample.labels.get("policy")
+        record = totals.policy(policy) if policy else job
         if name.endswith("_deleted_total"):
-            record = totals.policy(name.removesuffix("_deleted_total"))
-            record.deleted, record.enabled = max(record.deleted, int(value)), record.enabled or alone
+            deleting = totals.policy(name.removesuffix("_deleted_total"))
+            reach(deleting, "deleted", int(value))
+            deleting.enabled = deleting.enabled or alone
         elif name == "errors_total":
-            failing = totals.policy(policy) if policy else job
-            failing.errors = max(failing.errors, int(value))
+            reach(record, "errors", int(value))
         elif name == "run_duration_ms_bucket" and sample.labels["le"] in buckets:
             buckets[sample.labels["le"]] = int(value)
         elif name == "run_duration_ms_sum":
             total = value
+        elif (moment := name.removesuffix("_timestamp_seconds")) in ("last_run", "last_success", "last_drained"):
+            reach(record, moment, dt.datetime.fromtimestamp(value, UTC))
         elif name == "interval_seconds":
             job.interval_seconds = job.interval_seconds or value
-        elif name == "last_run_timestamp_seconds":
-            job.last_run = later(job.last_run, value)
-        elif name == "last_success_timestamp_seconds":
-            job.last_success = later(job.last_success, value)
         elif name == "retention_seconds" and alone:
             totals.policy(policy).retention_seconds = value
-        elif name == "last_drained_timestamp_seconds":
-            record = totals.policy(policy)
-            record.last_drained = later(record.last_drained, value)
     if buckets["+Inf"] > job.run_duration_ms.get("+Inf", 0):
         job.run_duration_ms, job.run_duration_ms_sum = buckets, total
 
@@ -2748,9 +2735,11 @@ class Record:
             self.fail("state not read", path, OSError(errno.ENOENT, "it is gone"), NO_BRAKE)
         return totals
 
-    def change(self, change: Callable[[Totals], None]) -> None:
-        """Make a change with the next saving."""
+    def change(self, change: Callable[[Totals], None], *, save: bool = True) -> None:
+        """Make a change in the files, now or with the next saving."""
         self.changes.append(change)
+        if save:
+            self.save()
 
     def add_deleted(self, policy: str, count: int) -> None:
         self.deleted[policy] += count
@@ -2824,10 +2813,9 @@ class Record:
                 record = totals.policy(policy.name)
                 if record.now is None or now >= record.now or consent:
                     record.now, record.cutoff = now, policy.cutoff(now)
-                    record.uptime, record.boot_id = uptime(), boot_id()
+                    record.uptime, record.boot_id = clock(), boot_id()
 
         self.change(remember)
-        self.save()
 
     def skip(self, config: Configuration, moment: dt.datetime) -> None:
         """Count a run outside the night window, which is no run."""
@@ -2838,7 +2826,6 @@ class Record:
             totals.job.last_skipped = moment
 
         self.change(skip)
-        self.save()
 
     def begin(self, config: Configuration, job_run_id: str, running: RunningRecord) -> None:
         """Note that a run has begun, and which ones never ended."""
@@ -2853,7 +2840,6 @@ class Record:
             totals.running[job_run_id] = running
 
         self.change(begin)
-        self.save()
 
     def progress(self, job_run_id: str, phase: str, deleted: int) -> None:
         """Save every few seconds how far a run has come."""
@@ -2865,22 +2851,21 @@ class Record:
                 totals.running[job_run_id].phase, totals.running[job_run_id].deleted = phase, deleted
 
         self.change(progress)
-        self.save()
 
     def phase_ended(self, outcome: Outcome, moment: dt.datetime) -> None:
         def end(totals: Totals) -> None:
             record = totals.policy(outcome.policy.name)
             record.errors += outcome.error is not None
-            record.ended, record.stop_reason = moment, outcome.stop_reason
-            record.sqlstate = outcome.error.sqlstate if outcome.error else None
-            record.error = outcome.error.message if outcome.error else None
-            record.backlog, record.blocked, record.undeletable = outcome.backlog, outcome.blocked, outcome.undeletable
-            record.blocked_by, record.overdue = outcome.blocked_by, outcome.overdue
-            record.oldest_row_age_seconds = outcome.oldest_row_age_seconds
+            record.ended = moment
+            record.sqlstate, record.error = (
+                (outcome.error.sqlstate, outcome.error.message) if outcome.error else (None, None)
+            )
+            for name, value in some(("stop_reason", *REST), outcome).items():
+                setattr(record, name, value)
             if outcome.drained:
                 record.last_drained = max(filter(None, [record.last_drained, outcome.now]))
 
-        self.change(end)
+        self.change(end, save=False)
 
     def job_ended(self, run: dict[str, Any], moment: dt.datetime, milliseconds: float | None) -> None:
         """Note how a run ended: `run` is its line of the history; a wrong configuration has no duration."""
@@ -2888,11 +2873,11 @@ class Record:
         def end(totals: Totals) -> None:
             job = totals.job
             totals.running.pop(run["job_run_id"], None)
-            job.job_run_id, job.scheduled = run["job_run_id"], run["scheduled"]
-            job.stop_reason, job.exit_status = run["stop_reason"], run["exit_status"]
+            for name in LAST_RUN:
+                setattr(job, name, run[name])
+            job.started, job.last_run, job.skipped = dt.datetime.fromisoformat(run["started"]), moment, 0
             job.error = "; ".join(error["message"] for error in run["errors"]) or None
             job.errors += bool(run["errors"])
-            job.started, job.last_run, job.skipped = dt.datetime.fromisoformat(run["started"]), moment, 0
             if run["success"]:
                 job.last_success = moment
             if milliseconds is not None:
@@ -2901,25 +2886,19 @@ class Record:
                 job.run_duration_ms = {bound: buckets.get(bound, 0) + (bound in reached) for bound in BUCKETS}
                 job.run_duration_ms_sum += milliseconds
 
-        self.change(end)
         self.runs[run["job_run_id"]] = run | {"interval_seconds": self.totals.job.interval_seconds or 0}
-        self.save()
+        self.change(end)
 
 
 def interrupted(job_run_id: str, running: RunningRecord) -> dict[str, Any]:
     """The history's line of a run that was killed; what it deleted after it was last saved is not known."""
     return {
-        "job_run_id": job_run_id,
-        "started": running.started and format_time(running.started),
-        "ended": None,
-        "now": None,
+        **running.json(job_run_id),
+        **dict.fromkeys(("ended", "now", "exit_status")),
         "scheduled": running.scheduled,
         "success": False,
         "stop_reason": "interrupted",
-        "exit_status": None,
         "errors": [],
-        "phase": running.phase,
-        "deleted": running.deleted,
         "policies": {},
     }
 
@@ -2934,14 +2913,8 @@ class View:
 
     shows = False  # so that nothing is estimated for nobody
 
-    def phase_started(self, policy: str, estimate: int | None) -> None:
-        """`estimate`: how many rows the planner thinks will go."""
-
-    def deleted(self, count: int, words: str) -> None:
-        """So many rows of the phase are gone; `words` say it."""
-
-    def phase_ended(self, words: str, *, drained: bool) -> None:
-        """The phase is over."""
+    def show(self, policy: str, words: str, done: int, total: int | None, *, urgent: bool = False) -> None:
+        """How far a phase is, in words and in rows of a total, if that is known; `urgent` at its begin and end."""
 
     def ended(self, words: str) -> None:
         """The run has ended; `words` say how."""
@@ -2954,21 +2927,12 @@ class UnitView(View):
     """What `systemctl status` shows."""
 
     shows = True
+    told = 0.0
 
-    def __init__(self) -> None:
-        self.policy, self.told = "", 0.0
-
-    def phase_started(self, policy: str, estimate: int | None) -> None:  # noqa: ARG002, as that of View
-        self.policy, self.told = policy, 0.0
-        notify(f"STATUS={policy}: started")
-
-    def deleted(self, count: int, words: str) -> None:  # noqa: ARG002, as that of View
-        if clock() - self.told >= 1:  # a second: nobody reads faster
-            self.told = clock()
-            notify(f"STATUS={self.policy}: {words}")
-
-    def phase_ended(self, words: str, *, drained: bool) -> None:  # noqa: ARG002, as that of View
-        notify(f"STATUS={self.policy}: {words}")
+    def show(self, policy: str, words: str, done: int, total: int | None, *, urgent: bool = False) -> None:  # noqa: ARG002
+        if urgent or clock() - self.told >= 1:  # a second: nobody reads faster
+            self.told = 0.0 if urgent else clock()
+            notify(f"STATUS={policy}: {words}")
 
     def ended(self, words: str) -> None:
         notify(f"STATUS=ended: {words}")
@@ -2988,39 +2952,24 @@ class TerminalView(View):
         console = Console(file=log.stream, markup=False, emoji=False, highlight=False)
         if not console.is_terminal or console.is_dumb_terminal:
             raise ImportError
-        columns = (
+        self.progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(16, complete_style="cyan"),
             TaskProgressColumn("{task.percentage:>3.0f}%"),
-        )
-        self.progress = Progress(
-            *columns,
             TextColumn("{task.fields[words]}", markup=False),
             console=console,
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self.task: TaskID | None = None
+        self.tasks: dict[str, TaskID] = {}
         self.progress.start()
         log.write = lambda line: console.print(line, soft_wrap=True)
         log.unwritten = () if log.verbose else (BATCH_DELETED,)
 
-    def phase_started(self, policy: str, estimate: int | None) -> None:
-        self.task = self.progress.add_task(policy, total=estimate and max(estimate, 1), words="")
-
-    def deleted(self, count: int, words: str) -> None:
-        if self.task is not None:
-            self.progress.update(self.task, completed=count, words=words)
-
-    def phase_ended(self, words: str, *, drained: bool) -> None:
-        if self.task is not None:
-            task = self.progress.tasks[self.task]
-            total = max(task.completed, 1)
-            if drained:
-                self.progress.update(self.task, total=total, completed=total, words=words)
-            else:  # nothing moves, and nothing looks done
-                self.progress.update(self.task, total=task.total or total * 2, words=words)
-            self.task = None
+    def show(self, policy: str, words: str, done: int, total: int | None, *, urgent: bool = False) -> None:  # noqa: ARG002
+        if policy not in self.tasks:
+            self.tasks[policy] = self.progress.add_task(policy, total=None, words="")
+        self.progress.update(self.tasks[policy], completed=done, total=total and max(total, 1), words=words)
 
     def close(self) -> None:
         self.progress.stop()
@@ -3064,6 +3013,7 @@ class Traces:
                 self.tell("traces not sent", f"{type(error).__name__}: OTEL_… variables that OpenTelemetry refuses")
 
     def connect(self) -> None:
+        from opentelemetry import trace
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -3080,26 +3030,22 @@ class Traces:
         resource = Resource.create({} if named else {"service.name": PROGRAM})
         self.provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self.provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-        self.tracer = self.provider.get_tracer(PROGRAM, VERSION)
+        self.api, self.tracer = trace, self.provider.get_tracer(PROGRAM, VERSION)
 
     def begin(self, name: str, *, seconds_ago: float = 0.0, **attributes: Any) -> None:
         """Begin a span in the innermost one that has not ended; attributes that are None are left out."""
         if self.tracer:
-            from opentelemetry.trace import set_span_in_context
-
-            context = set_span_in_context(self.spans[-1]) if self.spans else None
+            context = self.api.set_span_in_context(self.spans[-1]) if self.spans else None
             start = time.time_ns() - int(seconds_ago * 1e9)
             self.spans.append(self.tracer.start_span(name, context, attributes=known(attributes), start_time=start))
 
     def end(self, error: str | None = None, **attributes: Any) -> None:
         """End the innermost span that has not ended; the error's text is safe to show."""
         if self.spans:
-            from opentelemetry.trace import Status, StatusCode
-
             span = self.spans.pop()
             span.set_attributes(known(attributes))
             if error:
-                span.set_status(Status(StatusCode.ERROR, error))
+                span.set_status(self.api.Status(self.api.StatusCode.ERROR, error))
             span.end()
 
     def close(self, seconds: float) -> None:
@@ -3121,10 +3067,6 @@ def traces_wanted() -> bool:
         and environment.get("OTEL_SDK_DISABLED", "").strip().lower() != "true"
         and "otlp" in environment.get("OTEL_TRACES_EXPORTER", "otlp")
     )
-
-
-def known(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if value is not None}
 
 
 class Report:
@@ -3169,7 +3111,7 @@ class Report:
         )
         self.phase_deleted, self.phase_started_at, self.estimate = 0, clock(), estimate
         self.traces.begin("phase", phase=policy.name, table=str(policy.table), walk=walk)
-        self.view.phase_started(policy.name, estimate)
+        self.view.show(policy.name, "started", 0, estimate, urgent=True)
 
     def batch_deleted(self, policy: Policy, deleted: int, size: int, seconds: float) -> None:
         """A batch of at most `size` rows was committed, after so many seconds."""
@@ -3184,7 +3126,7 @@ class Report:
         self.traces.begin("batch", seconds_ago=seconds, phase=policy.name, batchSize=size, deletedCount=deleted)
         self.traces.end()
         self.count(policy, deleted)
-        self.view.deleted(self.phase_deleted, self.words())
+        self.view.show(policy.name, self.words(), self.phase_deleted, self.estimate)
         self.record.progress(self.log.job_run_id, policy.name, self.deleted)
 
     def count(self, policy: Policy, deleted: int) -> None:
@@ -3243,9 +3185,9 @@ class Report:
             sqlstate=error.sqlstate if error else None,
         )
         if outcome.started:
-            self.view.phase_ended(
-                f"{removed} rows deleted, {outcome.stop_reason}", drained=outcome.stop_reason == "drained"
-            )
+            rows, drained = max(self.phase_deleted, 1), outcome.stop_reason == "drained"
+            done = (rows, rows) if drained else (self.phase_deleted, self.estimate or rows * 2)  # nothing looks done
+            self.view.show(outcome.policy.name, f"{removed} rows deleted, {outcome.stop_reason}", *done, urgent=True)
 
     def job_ended(self, result: Result) -> None:
         """The run has an outcome for each of its policies."""
@@ -3359,20 +3301,15 @@ class Tally:
 
         A row that is climbed to was walked over before, as held: of 10 climbed to and 8 deleted, 2 are held still.
         """
-        stays = batch.looked - batch.held - batch.deleted
         self.blocked += batch.held - (batch.looked if climbing else 0)
         self.deleted += batch.deleted
+        self.left += batch.looked - batch.held - batch.deleted
         if refused is None:
-            self.left += stays
             self.missed += batch.claimed - batch.deleted
-            return
-        self.left += stays - batch.claimed  # other sessions have these locked
-        if refused == "locked":
-            self.left += batch.claimed
         elif refused == "blocked":
-            self.blocked += batch.claimed
-        else:
-            self.undeletable += batch.claimed
+            self.blocked, self.left = self.blocked + batch.claimed, self.left - batch.claimed
+        elif refused == "undeletable":
+            self.undeletable, self.left = self.undeletable + batch.claimed, self.left - batch.claimed
 
 
 class AlongIndex:
@@ -3452,30 +3389,11 @@ class AcrossPages:
             self.open_range(self.edge)
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """When a phase must end, in seconds of `clock`: its share of the budget, and the end of the night window."""
-
-    share: float
-    window: float
-    interrupts: Interrupts
-
-    @property
-    def end(self) -> float:
-        return min(self.share, self.window)
-
-    def reached(self, progressed: bool) -> str | None:
-        """The stop reason; the budget leaves a phase that has not `progressed` its first batch, the window does not."""
-        now = clock()
-        if self.interrupts.requested:
-            return "signal"
-        return "budget" if now >= self.window or (progressed and now >= self.share) else None
-
-
 # Another number when the table's file is another, after VACUUM FULL for example.
 SHAPE = "pg_relation_filenode(%(oid)s::oid::regclass)::bigint"
 
 
+@dataclass
 class Phase:
     """The work on one table; `run` returns the stop reason, and the counts stand whatever ended it."""
 
@@ -3487,39 +3405,41 @@ class Phase:
     RECONNECT_FOR = 30.0  # seconds
     SETTLE = 0.4  # seconds, of what is left of the five after a signal
 
-    def __init__(
-        self,
-        session: Session,
-        table: Table,
-        now: dt.datetime,
-        options: RunOptions,
-        limits: Limits,
-        report: Report,
-    ) -> None:
-        self.session = session
-        self.report = report
-        self.table = table
-        self.now = now
-        self.bound = table.bound(now)
-        self.options = options
-        self.size = self.limit = table.policy.batch_size or options.batch_size
-        self.pause = options.pause
-        self.limits = limits
-        self.deleted: int | None = 0
-        self.blockers: set[str] = set()
-        self.hidden: list[str] = []  # addresses of rows that were found blocked by trying
-        self.refused: list[str] = []  # addresses of undeletable rows
-        self.refusal: RetentionError | None = None
-        self.tally = Tally()
-        self.seeds: dict[str, None] = {}
-        self.failures = 0
-        self.suspects = 0
-        self.progressed = False
-        self.in_doubt: Batch | None = None
-        self.reconnected = False
-        self.finished = False  # the tally is of a whole pass, after which nothing more can go
-        self.file, self.pages = 0, 0
-        self.begin_pass(by_pages=not table.indexed)
+    session: Session
+    table: Table
+    now: dt.datetime
+    options: RunOptions
+    share: float  # seconds of `clock`: when its share of the budget is spent, and when the night window closes
+    window: float
+    report: Report
+    deleted: int | None = 0
+    blockers: set[str] = field(default_factory=set)
+    hidden: list[str] = field(default_factory=list)  # addresses of rows that were found blocked by trying
+    refused: list[str] = field(default_factory=list)  # addresses of undeletable rows
+    refusal: RetentionError | None = None
+    failures: int = 0
+    suspects: int = 0
+    progressed: bool = False
+    in_doubt: Batch | None = None
+    reconnected: bool = False
+    finished: bool = False  # the tally is of a whole pass, after which nothing more can go
+    file: int = 0
+    pages: int = 0
+
+    def __post_init__(self) -> None:
+        self.bound = self.table.bound(self.now)
+        self.size = self.limit = self.table.policy.batch_size or self.options.batch_size
+        self.begin_pass(by_pages=not self.table.indexed)
+
+    @property
+    def end(self) -> float:
+        return min(self.share, self.window)
+
+    def stop_reason(self) -> str | None:
+        """Why it must end now; the budget leaves it the first batch, the window does not."""
+        if self.session.interrupts.requested:
+            return "signal"
+        return "budget" if clock() >= (self.end if self.progressed else self.window) else None
 
     def begin_pass(self, *, by_pages: bool) -> None:
         """Start a pass, its counts from nothing."""
@@ -3531,7 +3451,7 @@ class Phase:
         else:
             self.walk_statement = self.climb_statement = simple_batch(self.walk)
         self.tally = Tally()
-        self.seeds = {}
+        self.seeds: dict[str, None] = {}
         self.position: AlongIndex | AcrossPages | None = None
 
     def first_position(self) -> AlongIndex | AcrossPages:
@@ -3572,7 +3492,7 @@ class Phase:
                 tally.undeletable += tally.missed
                 raise self.failure("deletes_cancelled", count=tally.missed)
             elif tally.missed:  # another session may have changed the rows just then
-                self.limits.interrupts.sleep(0.2)
+                self.session.interrupts.sleep(0.2)
             self.finished = False
             self.begin_pass(by_pages=self.by_pages)
 
@@ -3600,7 +3520,7 @@ class Phase:
     def one_pass(self) -> str | None:
         """Walk over the table once, climbing to what was freed behind; a stop reason if it could not finish."""
         while self.seeds or self.position is None or not self.position.done:
-            if stopped := self.limits.reached(self.progressed):
+            if stopped := self.stop_reason():
                 return stopped
             seeds = list(self.seeds)[: self.limit]
             limit, started = self.limit, clock()
@@ -3631,10 +3551,10 @@ class Phase:
             if self.position.crowded:
                 self.begin_pass(by_pages=True)
             elif batch.deleted and not (self.position.done and not self.seeds):
-                wait = seconds if self.pause is None else self.pause / UNITS["s"]
-                wait = min(wait, self.limits.end - clock())
+                wait = seconds if self.options.pause is None else self.options.pause / UNITS["s"]
+                wait = min(wait, self.end - clock())
                 sign_of_life(wait)
-                self.limits.interrupts.sleep(wait)
+                self.session.interrupts.sleep(wait)
         return None
 
     def execute(self, seeds: list[str], limit: int, *, delete: bool = True) -> Batch:
@@ -3691,7 +3611,7 @@ class Phase:
             return None
         self.failures += 1
         may_shrink = verdict is Verdict.SMALLER and not smallest  # a first batch is worth making smaller in any case
-        if not self.progressed and not may_shrink and clock() >= self.limits.end:
+        if not self.progressed and not may_shrink and clock() >= self.end:
             raise failure from None
         if verdict is Verdict.RECONNECT:
             went = self.reconnect(failure)
@@ -3704,7 +3624,7 @@ class Phase:
         if smallest and error.sqlstate == "57014" and not self.by_pages:
             # the index may lead through too many rows of no interest before the first that is
             self.begin_pass(by_pages=True)
-        self.limits.interrupts.sleep(min(0.05 * 2**self.failures, 2.0))
+        self.session.interrupts.sleep(min(0.05 * 2**self.failures, 2.0))
         return None
 
     def is_readable_key(self, error: psycopg.Error) -> bool:
@@ -3736,25 +3656,25 @@ class Phase:
         Even after a signal one try is made, to settle the doubt. If it cannot be, `deleted` is not known.
         """
         self.reconnected, lost = True, self.session.process
-        doubtful, end = self.in_doubt, min(clock() + self.RECONNECT_FOR, self.limits.end)
+        doubtful, end = self.in_doubt, min(clock() + self.RECONNECT_FOR, self.end)
         deleted, self.deleted = self.deleted, None if doubtful else self.deleted
         while True:
             try:
                 self.session.close()
                 self.session.connect_in_place_of(lost, urgent=doubtful is not None)
-                raise_errors(judge_server(self.session, self.pause))
+                raise_errors(judge_server(self.session, self.options.pause))
                 committed = doubtful is not None and self.went_through(doubtful)
                 self.deleted = deleted
                 return (doubtful, None) if doubtful and committed else None
             except (UnavailableError, psycopg.OperationalError) as error:
-                if self.limits.interrupts.requested:
+                if self.session.interrupts.requested:
                     raise StoppedError from None
-                message = error.message if isinstance(error, UnavailableError) else describe(error)
+                message = describe(error)
                 if verdict_of(error.sqlstate or "") is Verdict.FAIL_RUN:
                     raise RunFailedError(f"{failure.message}; then {message}", error.sqlstate) from None
                 if clock() > end:
                     raise PolicyFailedError(f"{failure.message}; then {message}", failure.sqlstate) from None
-            self.limits.interrupts.sleep(1.0)
+            self.session.interrupts.sleep(1.0)
 
     def settle(self) -> None:
         """After a signal that came while a COMMIT was not answered: one quick try to learn whether it went through."""
@@ -3798,17 +3718,20 @@ class Phase:
         """
         judged = sql.SQL("SELECT {}").format(unchanged(self.table))
         interval = self.options.retention_interval
-        parameters = survey_parameters([self.table], self.now, interval, self.hidden, self.refused)
+        question = survey([self.table], self.now, interval, self.hidden, self.refused)
         with self.session.transaction(SURVEYING, snapshot=True, timeout=timeout) as transaction:
             if transaction.row(judged, identity(self.table.policy)) != (True,):
                 raise self.failure("table_changed")
-            return Found(*transaction.row(survey([self.table]), parameters))
+            return Found(*transaction.row(*question))
 
     def estimate(self) -> int | None:
-        """How many rows the planner thinks will go; None if it does not say."""
+        """How many rows the planner thinks will go, for which nothing is read; None if it does not say."""
+        query = sql.SQL("EXPLAIN (FORMAT JSON) SELECT FROM ONLY {} t WHERE {}").format(
+            relation(self.table.name), predicate(self.table)
+        )
         try:
             with self.session.transaction(snapshot=True) as transaction:
-                row = transaction.row(estimated(self.table), parameters_of(self.table, self.bound))
+                row = transaction.row(query, parameters_of(self.table, self.bound))
             return int(row[0][0]["Plan"]["Plan Rows"])
         except (psycopg.Error, LookupError, TypeError, ValueError):
             return None
@@ -3909,7 +3832,14 @@ def judge_service(options: RunOptions) -> Iterator[Finding]:
 # ── The run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 # Policies in order, each with its share of the time. Decides what runs; the reporting above tells it.
 
-STOP_REASONS = ("drained", "locked", "budget", "signal", "failed")  # from good to bad
+# From good to bad, and in words for people.
+STOP_REASONS = {
+    "drained": "nothing left to delete",
+    "locked": "other sessions held what is left",
+    "budget": "out of time, what is left is for the next run",
+    "signal": "stopped by a signal, what is left is for the next run",
+    "failed": "failed",
+}
 
 
 @dataclass(slots=True)
@@ -3943,10 +3873,7 @@ class Outcome:
             "table": str(self.policy.table),
             "cutoff": self.cutoff,
             deleted: self.deleted,
-            "backlog": self.backlog,
-            "blocked": self.blocked,
-            "undeletable": self.undeletable,
-            "stop_reason": self.stop_reason,
+            **some(("backlog", "blocked", "undeletable", "stop_reason"), self),
             "error": self.error and self.error.json(),
         }
 
@@ -3954,9 +3881,7 @@ class Outcome:
         """What the history keeps of it."""
         return self.json() | {
             "retention_seconds": self.policy.keep.total_seconds(),
-            "blocked_by": self.blocked_by,
-            "overdue": self.overdue,
-            "oldest_row_age_seconds": self.oldest_row_age_seconds,
+            **some(REST, self),
         }
 
 
@@ -3974,13 +3899,12 @@ class Result:
     def stop_reason(self) -> str:
         if self.errors:
             return "failed"
-        return max((outcome.stop_reason for outcome in self.outcomes), key=STOP_REASONS.index)
+        return max((outcome.stop_reason for outcome in self.outcomes), key=[*STOP_REASONS].index)
 
     def json(self, deleted: str = "deleted") -> str:
         document = {
-            "job_run_id": self.job_run_id,
+            **some(("job_run_id", "stop_reason"), self),
             "now": self.now and format_time(self.now),
-            "stop_reason": self.stop_reason,
             "exit_status": int(self.exit_status),
             "policies": {outcome.policy.name: outcome.json(deleted) for outcome in self.outcomes},
             "errors": [{"key": key, "message": message} for key, message in self.errors],
@@ -3994,16 +3918,16 @@ BRAKE_SLACK = dt.timedelta(days=1)
 COUNT_TIMEOUT = dt.timedelta(seconds=30)
 
 
-def judge_cutoff(last: PolicyRecord | None, policy: Policy, now: dt.datetime, file: str) -> list[Finding]:
+def judge_cutoff(last: PolicyRecord, policy: Policy, now: dt.datetime, file: str) -> list[Finding]:
     """Whether the cutoff moved further than time did: a mistyped retention, a clock that jumped.
 
     Time is what this machine's own unadjustable clock says, while it has not been restarted; else the database's.
     """
-    if last is None or last.now is None or last.cutoff is None:
+    if last.now is None or last.cutoff is None:
         return []
     elapsed = now - last.now
     if last.boot_id and last.boot_id == boot_id():
-        elapsed = min(elapsed, dt.timedelta(seconds=max(0.0, uptime() - last.uptime)))
+        elapsed = min(elapsed, dt.timedelta(seconds=max(0.0, clock() - last.uptime)))
     cutoff = policy.cutoff(now)
     if cutoff - last.cutoff <= elapsed + BRAKE_SLACK:
         return []
@@ -4147,9 +4071,8 @@ def run(job: Job, report: Report) -> Result:
 
 def run_failed(result: Result, error: RetentionError | psycopg.Error) -> None:
     """Note what stopped the whole run: a server that cannot be used, or clocks that disagree."""
-    message = error.message if isinstance(error, RetentionError) else describe(error)
     result.exit_status = Exit.FAILED if isinstance(error, RunFailedError) else Exit.UNAVAILABLE
-    result.errors = [("database", message)]
+    result.errors = [("database", describe(error))]
 
 
 def run_phases(
@@ -4161,8 +4084,7 @@ def run_phases(
     failed: RunFailedError | None = None  # what no policy can go on after
     for number, (policy, table) in enumerate(zip(job.policies, tables, strict=True)):
         share = clock() + max(0.0, job.end - clock()) / (len(tables) - number)
-        limits = Limits(share, job.window_end, job.session.interrupts)
-        outcome = run_phase(job, policy, failed or table, now, limits, report)
+        outcome = run_phase(job, policy, failed or table, now, share, report)
         failed = failed or (outcome.error if isinstance(outcome.error, RunFailedError) else None)
         result.outcomes.append(outcome)
 
@@ -4170,8 +4092,7 @@ def run_phases(
 def braked(job: Job, table: Table | RetentionError, now: dt.datetime, record: Record) -> Table | RetentionError:
     """The table, or why nothing may be deleted from it: in a scheduled run, a cutoff that jumped."""
     if job.scheduled and isinstance(table, Table):
-        last = record.totals.policies.get(table.policy.name)
-        for finding in judge_cutoff(last, table.policy, now, job.config.file):
+        for finding in judge_cutoff(record.totals.policy(table.policy.name), table.policy, now, job.config.file):
             return finding.failure()
     return table
 
@@ -4207,7 +4128,7 @@ def run_phase(
     policy: Policy,
     table: Table | RetentionError,
     now: dt.datetime,
-    limits: Limits,
+    share: float,
     report: Report,
 ) -> Outcome:
     """One policy from phase_started to phase_completed or phase_failed; raises nothing."""
@@ -4217,7 +4138,7 @@ def run_phase(
     try:
         if not isinstance(table, Table):
             raise table
-        phase = Phase(job.session, table, now, job.config.run, limits, report)
+        phase = Phase(job.session, table, now, job.config.run, share, job.window_end, report)
         outcome.started = True
         report.phase_started(policy, now, phase.walk.name, phase.estimate() if report.view.shows else None)
         if job.session.connection is None:  # lost in the phase before
@@ -4265,7 +4186,9 @@ def count_what_stays(phase: Phase, outcome: Outcome) -> None:
     if phase.finished and outcome.backlog == outcome.blocked and not phase.table.triggered:
         outcome.overdue = 0
         return
-    timeout = min(COUNT_TIMEOUT, phase.limits.interrupts.time_left())
+    if tally.undeletable > len(phase.refused):
+        return  # which rows a trigger kept without a word is not known, nor what these hold
+    timeout = min(COUNT_TIMEOUT, phase.session.interrupts.time_left())
     if phase.session.connection is None or timeout < UNITS["ms"] * 100:
         return
     try:
@@ -4283,9 +4206,17 @@ def count_what_stays(phase: Phase, outcome: Outcome) -> None:
 def dry_run(job: Job) -> Result:
     """What a run would delete now: the same predicates and clock, in read-only transactions, on a standby too."""
     result = Result(job.log.job_run_id, Exit.OK)
+    inspected: list[Table] = []
     try:
         result.now = begin(job, writing=False)
-        foresee_all(job, result.now, result)
+        for policy in job.policies:
+            outcome = Outcome(policy, result.now, deleted=None)
+            result.outcomes.append(outcome)
+            try:
+                inspected.append(foresee(job, inspected, result.now, outcome))
+            except PolicyFailedError as error:
+                outcome.error, outcome.stop_reason = error, "failed"
+                result.exit_status = Exit.FAILED
     except StoppedError:
         result.outcomes = [Outcome(policy, deleted=None, stop_reason="signal") for policy in job.policies]
     except (RetentionError, psycopg.Error) as error:
@@ -4293,32 +4224,20 @@ def dry_run(job: Job) -> Result:
     return result
 
 
-def foresee_all(job: Job, now: dt.datetime, result: Result) -> None:
-    inspected: list[Table] = []
-    for policy in job.policies:
-        outcome = Outcome(policy, now, deleted=None)
-        result.outcomes.append(outcome)
-        table = inspect_safely(job, policy)
-        try:
-            if not isinstance(table, Table):
-                raise table
-            foresee(job, [*inspected, table], now, outcome)
-            inspected.append(table)
-        except PolicyFailedError as error:
-            outcome.error, outcome.stop_reason = error, "failed"
-            result.exit_status = Exit.FAILED
-
-
-def foresee(job: Job, tables: Sequence[Table], now: dt.datetime, outcome: Outcome) -> None:
-    """Fill in the outcome of the last of these policies, the earlier ones having run."""
+def foresee(job: Job, earlier: Sequence[Table], now: dt.datetime, outcome: Outcome) -> Table:
+    """Fill in what a run would do for a policy, those of the `earlier` tables having run, and return its table."""
+    table = inspect_safely(job, outcome.policy)
+    if not isinstance(table, Table):
+        raise table
     options = job.config.run
-    parameters = survey_parameters(tables, now, options.retention_interval)
+    question = survey([*earlier, table], now, options.retention_interval)
     try:
         with job.session.transaction(SURVEYING, snapshot=True, timeout=options.max_run_duration) as transaction:
-            found = Found(*transaction.row(survey(tables), parameters))
+            found = Found(*transaction.row(*question))
     except psycopg.Error as error:
         raise failure_of(error) from None
     outcome.deleted, outcome.backlog, outcome.blocked = found.rows - found.held, found.held, found.held
+    return table
 
 
 def check(job: Job) -> list[Finding]:
@@ -4357,7 +4276,7 @@ def judge_state(job: Job, now: dt.datetime) -> list[Finding]:
             problem = f"{path}: its directory is not there, or not writable by the user {user}"
             found.append(Finding.of(code, problem=problem, user=user))
     for policy in job.policies:
-        found += judge_cutoff(record.totals.policies.get(policy.name), policy, now, job.config.file)
+        found += judge_cutoff(record.totals.policy(policy.name), policy, now, job.config.file)
     return found
 
 
@@ -4376,16 +4295,9 @@ def examine(job: Job, table: Table, lifetime: Column | None, now: dt.datetime) -
     def report(code: str, **names: object) -> None:
         found.append(Finding.of(code, policy.name, table=table.name, **names))
 
-    def at(moment: dt.datetime) -> str:
-        return moment.astimezone(UTC).replace(tzinfo=None).isoformat()
-
-    parameters = {
-        **parameters_of(table, table.bound(now)),
-        "now": at(now),
-        "late": at(now + job.config.database.max_clock_skew),
-    }
+    moments = {"now": without_zone(now), "late": without_zone(now + job.config.database.max_clock_skew)}
     with job.session.transaction(SURVEYING, snapshot=True, timeout=job.config.run.max_run_duration) as transaction:
-        row = transaction.row(census(table, lifetime), parameters)
+        row = transaction.row(census(table, lifetime), {**parameters_of(table, table.bound(now)), **moments})
     missing, implausible, future, alive, *used = row
     if missing:
         report("age_missing", count=f"{missing:,}", column=table.age)
@@ -4541,18 +4453,10 @@ def status_of(
         return format_time(value) if value else None
 
     when, about = next_run()
-    last = {
-        "job_run_id": job.job_run_id,
-        "started": moment(job.started),
-        "ended": moment(job.last_run),
-        "scheduled": job.scheduled,
-        "stop_reason": job.stop_reason,
-        "exit_status": job.exit_status,
-        "error": job.error,
-    }
+    last = some((*LAST_RUN, "error"), job) | {"started": moment(job.started), "ended": moment(job.last_run)}
     policies = {}
     for policy in config.enabled:
-        record = totals.policies.get(policy.name) or PolicyRecord()
+        record = totals.policy(policy.name)
         policies[policy.name] = {
             "table": str(policy.table),
             "retention_seconds": policy.keep.total_seconds(),
@@ -4562,22 +4466,17 @@ def status_of(
             "as_of": moment(record.ended),
             "stop_reason": record.stop_reason,
             "error": {"sqlstate": record.sqlstate, "message": record.error} if record.error else None,
-            "backlog": record.backlog,
-            "blocked": record.blocked,
-            "blocked_by": record.blocked_by,
-            "undeletable": record.undeletable,
-            "overdue": record.overdue,
-            "oldest_row_age_seconds": record.oldest_row_age_seconds,
+            **some(REST, record),
             "slo": proof_of(policy, runs, now, promise),
         }
-    running = {key: (run.alive, describe_running(key, run)) for key, run in totals.running.items()}
+    running = [(run.alive, run.json(key)) for key, run in totals.running.items()]
     status = {
         "now": format_time(now),
         "interval_seconds": config.run.retention_interval.total_seconds(),
         "next_run": moment(when),
         "schedule": about,
-        "running": [about for alive, about in running.values() if alive],
-        "interrupted": [about for alive, about in running.values() if not alive],
+        "running": [about for alive, about in running if alive],
+        "interrupted": [about for alive, about in running if not alive],
         "last_run": last if job.last_run else None,
         "last_success": moment(job.last_success),
         "errors_total": job.errors,
@@ -4597,11 +4496,6 @@ def status_of(
         },
     }
     return {"problems": [*problems_of(status, now, promise)], **status}
-
-
-def describe_running(job_run_id: str, run: RunningRecord) -> dict[str, Any]:
-    started = format_time(run.started) if run.started else None
-    return {"job_run_id": job_run_id, "started": started, "phase": run.phase, "deleted": run.deleted}
 
 
 def problems_of(status: dict[str, Any], now: dt.datetime, promise: Promise) -> Iterator[str]:
@@ -4688,19 +4582,10 @@ def show_status(status: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-ENDED_HOW = {
-    "drained": "nothing left to delete",
-    "locked": "other sessions held what is left",
-    "budget": "out of time, what is left is for the next run",
-    "signal": "stopped by a signal, what is left is for the next run",
-    "failed": "failed",
-}
-
-
 def ended_how(last: dict[str, Any]) -> str:
     if last["exit_status"]:
         return f"failed, exit status {last['exit_status']}"
-    return ENDED_HOW.get(last["stop_reason"], "how it ended is not known, as the state was lost")
+    return STOP_REASONS.get(last["stop_reason"], "how it ended is not known, as the state was lost")
 
 
 def plainly(moment: str) -> str:
@@ -4738,7 +4623,7 @@ def show_policy(name: str, policy: dict[str, Any], now: dt.datetime) -> Iterator
         share = "" if slo["rows_in_time"] is None else f"; {slo['rows_in_time']:.2%} within {target}"
         yield f"  {verdict} since {plainly(slo['since'])}: no row waited more than {longest} (limit {limit}){share}"
     for run in slo["short_runs"][-SHOWN:]:
-        reason = f"failed: {run['error']}" if run["error"] else ENDED_HOW.get(run["stop_reason"], "")
+        reason = f"failed: {run['error']}" if run["error"] else STOP_REASONS.get(run["stop_reason"], "")
         yield f"  the run of {plainly(run['started'])}: {reason}"
 
 
@@ -4998,14 +4883,16 @@ def run_command(arguments: argparse.Namespace) -> Exit:
         password, config = prepare(arguments)
         policies = choose_policies(config, arguments.policy)
     except ConfigurationError as error:
-        for line in error.lines:
-            print(f"{PROGRAM}: {line}", file=sys.stderr)
+        result = Result(log.job_run_id, Exit.CONFIG, errors=error.problems)
         if arguments.verb != "dry-run":
             log.emit(JOB_FAILED, "job failed", ERROR=error.message)
-            record_misconfiguration(error, log.job_run_id, scheduled)
+            if error.metrics:
+                moment = dt.datetime.now(UTC)
+                line = history_line(result, moment, moment, scheduled, whole=True)
+                Record(error.metrics, lambda *_: None).job_ended(line, moment, None)
         if arguments.json:
-            write_result(Result(log.job_run_id, Exit.CONFIG, errors=error.problems).json())
-        return Exit.CONFIG
+            write_result(result.json())
+        raise
     window_end = math.inf
     if scheduled and config.run.night_window_utc:
         remaining = config.run.night_window_utc.remaining(dt.datetime.now(UTC))
@@ -5032,15 +4919,6 @@ def run_command(arguments: argparse.Namespace) -> Exit:
     return result.exit_status
 
 
-def record_misconfiguration(error: ConfigurationError, job_run_id: str, scheduled: bool) -> None:
-    """Count a run that its configuration kept from beginning, where that much of it can be read."""
-    if error.metrics:
-        moment = dt.datetime.now(UTC)
-        result = Result(job_run_id, Exit.CONFIG, errors=error.problems)
-        line = history_line(result, moment, moment, scheduled, whole=True)
-        Record(error.metrics, lambda *_: None).job_ended(line, moment, None)
-
-
 def check_command(arguments: argparse.Namespace) -> Exit:
     """--check: what was found, with the remedies."""
     status = Exit.FAILED
@@ -5054,8 +4932,7 @@ def check_command(arguments: argparse.Namespace) -> Exit:
         status = Exit.CONFIG
         findings = [Finding.of("configuration", problem=text) for _, text in error.problems]
     except (UnavailableError, psycopg.Error) as error:
-        problem = describe(error) if isinstance(error, psycopg.Error) else error.message
-        findings = [Finding.of("unreachable", None, error.sqlstate, problem=problem)]
+        findings = [Finding.of("unreachable", None, error.sqlstate, problem=describe(error))]
     errors = [finding for finding in findings if finding.severity is ERROR]
     if any(RULES[finding.code].failure.exit_status is Exit.UNAVAILABLE for finding in errors):
         status = Exit.UNAVAILABLE
