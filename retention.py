@@ -2838,6 +2838,7 @@ class Record:
                     self.runs[key] = interrupted(key, other) | {"interval_seconds": interval}
                     del totals.running[key]
             totals.running[job_run_id] = running
+            totals.job.skipped = 0
 
         self.change(begin)
 
@@ -3055,7 +3056,10 @@ class Traces:
             sending.start()
             sending.join(min(seconds, self.PATIENCE))
             if sending.is_alive() or self.failures.happened:
-                self.tell("traces not sent", "the endpoint that OTEL_EXPORTER_OTLP_… name does not take them")
+                self.tell(
+                    "traces not sent",
+                    "the endpoint in OTEL_EXPORTER_OTLP_ENDPOINT, or …_TRACES_ENDPOINT, does not take them",
+                )
 
 
 def traces_wanted() -> bool:
@@ -3126,7 +3130,10 @@ class Report:
         self.traces.begin("batch", seconds_ago=seconds, phase=policy.name, batchSize=size, deletedCount=deleted)
         self.traces.end()
         self.count(policy, deleted)
-        self.view.show(policy.name, self.words(), self.phase_deleted, self.estimate)
+        total = self.estimate and max(
+            self.estimate, self.phase_deleted + 1 + self.phase_deleted // 100
+        )  # short of 100 %
+        self.view.show(policy.name, self.words(), self.phase_deleted, total)
         self.record.progress(self.log.job_run_id, policy.name, self.deleted)
 
     def count(self, policy: Policy, deleted: int) -> None:
@@ -3138,10 +3145,10 @@ class Report:
         """How the phase gets on."""
         seconds = max(clock() - self.phase_started_at, 0.001)
         left = format_duration(round_down(dt.timedelta(seconds=max(0.0, self.job.end - clock()))))
-        words = [f"{self.phase_deleted:,} rows deleted", f"{self.phase_deleted / seconds:,.0f}/s"]
-        if self.estimate:
-            words.append(f"of about {max(self.estimate, self.phase_deleted):,}")
-        return ", ".join([*words, f"budget left {left}"])
+        deleted = self.phase_deleted
+        share = f" of about {self.estimate:,}" if self.estimate and deleted <= self.estimate else ""
+        more = ", more than estimated" if self.estimate and deleted > self.estimate else ""
+        return f"{deleted:,}{share} rows deleted{more}, {deleted / seconds:,.0f}/s, budget left {left}"
 
     def batch_retried(self, policy: Policy, failure: RetentionError, what: str, size: int) -> None:
         self.log.emit(
@@ -3834,10 +3841,10 @@ def judge_service(options: RunOptions) -> Iterator[Finding]:
 
 # From good to bad, and in words for people.
 STOP_REASONS = {
-    "drained": "nothing left to delete",
-    "locked": "other sessions held what is left",
-    "budget": "out of time, what is left is for the next run",
-    "signal": "stopped by a signal, what is left is for the next run",
+    "drained": "nothing left to delete (drained)",
+    "locked": "other sessions held what is left (locked)",
+    "budget": "out of time (budget), what is left is for the next run",
+    "signal": "stopped by a signal (signal), what is left is for the next run",
     "failed": "failed",
 }
 
@@ -4338,8 +4345,8 @@ def checked_run(run: Any) -> dict[str, Any]:
     for policy in run["policies"].values():
         expect(type(policy["stop_reason"]) is str and type(policy["table"]) is str)
         expect(policy["error"] is None or type(policy["error"]["message"]) is str)
-        numbers = ("retention_seconds", "deleted", "backlog", "blocked", "overdue")
-        expect(all(type(policy[key]) in (int, float, NoneType) for key in numbers))
+        numbers = ("retention_seconds", "deleted", "backlog", "blocked", "overdue", "oldest_row_age_seconds")
+        expect(all(policy[key] is None or read_number(policy[key]) < LONGEST.total_seconds() * 100 for key in numbers))
     expect(type(run["success"]) is bool and times["started"] is not None)
     expect(all(type(error["message"]) is str for error in run["errors"]))
     expect(run["stop_reason"] == "interrupted" or times["ended"] is not None)
@@ -4375,8 +4382,10 @@ def proof_of(policy: Policy, runs: Sequence[dict[str, Any]], now: dt.datetime, p
     """What the history proves of a policy, since it has been what it is.
 
     A run that drained it left no unblocked row past its retention at the time when it began. So whatever a later run
-    deletes has outstayed its retention, or what blocked it, by no more than the time since then.
+    deletes and has come due since has waited no longer than since then. Rows that came back (a restore, a fail-over)
+    may be older: where a run has measured the oldest of what it left, that decides.
     """
+    kept = policy.keep.total_seconds()
     drains: list[dict[str, Any]] = []
     delays: list[tuple[dt.timedelta, int, Promise]] = []  # of each run since, with the rows that it deleted
     short: list[dict[str, Any]] = []
@@ -4384,11 +4393,14 @@ def proof_of(policy: Policy, runs: Sequence[dict[str, Any]], now: dt.datetime, p
         ended = run["policies"].get(policy.name)
         if ended is None:
             continue
-        if (ended["table"], ended["retention_seconds"]) != (str(policy.table), policy.keep.total_seconds()):
+        if (ended["table"], ended["retention_seconds"]) != (str(policy.table), kept):
             drains, delays, short = [], [], []
             continue
         if drains:
-            delays.append((run["ended"] - drains[-1]["now"], ended["deleted"] or 0, promise.at(drains[-1], run)))
+            then = promise.at(drains[-1], run)
+            delays.append((run["ended"] - drains[-1]["now"], ended["deleted"] or 0, then))
+            measured = dt.timedelta(seconds=(ended["oldest_row_age_seconds"] or kept) - kept)
+            delays.append((measured, ended["overdue"] or 0, then))
         if run["now"] and ended["stop_reason"] == "drained" and ended["backlog"] == ended["blocked"]:
             drains.append(run)
         else:
@@ -4401,14 +4413,14 @@ def proof_of(policy: Policy, runs: Sequence[dict[str, Any]], now: dt.datetime, p
     if drains:
         delays.append((now - drains[-1]["now"], 0, promise.at(drains[-1])))
     longest = max([ZERO, *(delay for delay, _, _ in delays)]) if drains else None
-    kept = all(delay <= then.limit for delay, _, then in delays)
+    limits_kept = all(delay <= then.limit for delay, _, then in delays)
     return {
         "since": format_time(drains[0]["now"]) if drains else None,
         "longest_delay_seconds": None if longest is None else round(longest.total_seconds()),
         "target_seconds": round(promise.target.total_seconds()),
         "limit_seconds": round(promise.limit.total_seconds()),
         "rows_in_time": share,
-        "held": None if longest is None else kept and (share is None or share >= promise.SHARE),
+        "held": None if longest is None else limits_kept and (share is None or share >= promise.SHARE),
         "short_runs": short,
     }
 
@@ -4434,7 +4446,7 @@ def next_run() -> tuple[dt.datetime | None, str]:
     except SystemdError as error:
         return None, f"not known: {error}"
     if timer["ActiveState"] != ["active"]:
-        return None, f"never: {TIMER} is not started, so that systemd starts no run"
+        return None, f"not by systemd: {TIMER} is not started"
     (when,) = timer["NextElapseUSecRealtime"] or [""]
     match = re.fullmatch(r"\w+ ([-0-9]+ [:0-9]+) UTC", when)
     if not match:
@@ -4454,11 +4466,15 @@ def status_of(
 
     when, about = next_run()
     last = some((*LAST_RUN, "error"), job) | {"started": moment(job.started), "ended": moment(job.last_run)}
+    told = runs[-1]["policies"] if runs and runs[-1]["job_run_id"] == job.job_run_id else {}
+    last["deleted"] = {name: ended["deleted"] for name, ended in told.items()}
     policies = {}
     for policy in config.enabled:
         record = totals.policy(policy.name)
         policies[policy.name] = {
             "table": str(policy.table),
+            "column": policy.column,
+            "goes_by": "age" if policy.age_column else "expiry",
             "retention_seconds": policy.keep.total_seconds(),
             "deleted_total": record.deleted,
             "errors_total": record.errors,
@@ -4501,9 +4517,10 @@ def status_of(
 def problems_of(status: dict[str, Any], now: dt.datetime, promise: Promise) -> Iterator[str]:
     """What an operator must know first, in sentences."""
     last, success, policies = status["last_run"], status["last_success"], status["policies"]
+    late = success is None or now - dt.datetime.fromisoformat(success) > promise.limit
     if success is None:
         yield "no run of all policies has ended well yet" if last else "no run has ended yet"
-    elif now - dt.datetime.fromisoformat(success) > promise.limit:
+    elif late:
         interval = format_duration(promise.interval)
         yield f"no run of all policies has ended well since {ago(success, now)}; it is meant to run every {interval}"
     for run in status["interrupted"]:
@@ -4518,15 +4535,15 @@ def problems_of(status: dict[str, Any], now: dt.datetime, promise: Promise) -> I
             f"the last {status['skipped']} scheduled runs did nothing: they started outside run.night_window_utc, the"
             f" last {ago(status['last_skipped'], now)}"
         )
-    if status["schedule"].startswith("never"):
-        yield status["schedule"].removeprefix("never: ")
+    if late and not status["next_run"] and TIMER in status["schedule"]:
+        yield f"{status['schedule']}: systemctl enable --now {TIMER}, unless cron starts the job"
     for name, policy in policies.items():
         if policy["error"]:
             yield f"{name}: failed {ago(policy['as_of'], now)}: {policy['error']['message']}"
         if policy["overdue"]:
             yield f"{name}: {policy['overdue']:,} rows have outstayed their retention by more than an interval"
         if policy["undeletable"]:
-            yield f"{name}: the database refuses to delete {policy['undeletable']:,} rows"
+            yield f"{name}: the database refuses to delete {policy['undeletable']:,} rows; its own log says why"
 
 
 def ago(moment: str | None, now: dt.datetime) -> str:
@@ -4540,7 +4557,7 @@ def ago(moment: str | None, now: dt.datetime) -> str:
 
 def progress_of(run: dict[str, Any]) -> str:
     return (
-        f"in policy {run['phase']}, {run['deleted']:,} rows deleted"
+        f"as last saved: in policy {run['phase']}, {run['deleted']:,} rows deleted"
         if run["phase"]
         else "how far it is, is saved every few seconds"
     )
@@ -4554,10 +4571,11 @@ def show_status(status: dict[str, Any]) -> str:
     now = dt.datetime.fromisoformat(status["now"])
     problems, last, history = status["problems"], status["last_run"], status["history"]
     lines = [f"ATTENTION: {problem}" for problem in problems] or ["OK: nothing is wrong now"]
+    if problems:
+        lines.append(f"What to do:   {PROGRAM} --check; journalctl -xe -p err -t {PROGRAM}")
     lines += [f"Running now, since {ago(run['started'], now)}: {progress_of(run)}" for run in status["running"]]
     if last:
-        how = "by the timer: " if last["scheduled"] else "by hand: "
-        lines.append(f"Last run:     {ago(last['ended'], now)}, {how if last['job_run_id'] else ''}{ended_how(last)}")
+        lines.append(f"Last run:     {ago(last['ended'], now)}{what_ran(last, status['policies'])}: {ended_how(last)}")
     else:
         lines.append("Last run:     none yet")
     lines.append(f"Last success: {ago(status['last_success'], now) if status['last_success'] else 'none yet'}")
@@ -4574,12 +4592,22 @@ def show_status(status: dict[str, Any]) -> str:
         lines += ["", f"History: {history['runs']} run{'s' * (history['runs'] > 1)} since {plainly(history['since'])}"]
         lines += [f"  interrupted: the run of {plainly(moment)}" for moment in history["interrupted_runs"][-SHOWN:]]
         for run in history["failed_runs"][-SHOWN:]:
-            lines.append(f"  failed: the run of {plainly(run['started'])}: {run['error']}")
+            lines.append(f"  could not be made: the run of {plainly(run['started'])}: {run['error']}")
         for missed in history["missed_runs"][-SHOWN:]:
             lines.append(
                 f"  missed: {missed['runs']} run{'s' * (missed['runs'] > 1)} after that of {plainly(missed['after'])}"
             )
     return "\n".join(lines)
+
+
+def what_ran(last: dict[str, Any], policies: Mapping[str, Any]) -> str:
+    """How the last run came about, what it was about, and what it deleted; nothing of a run that is not known."""
+    words = [] if last["job_run_id"] is None else ["scheduled" if last["scheduled"] else "by hand"]
+    deleted = last["deleted"]
+    if deleted:
+        words += [] if set(deleted) >= set(policies) else [f"only {', '.join(deleted)}"]
+        words.append(f"{sum(filter(None, deleted.values())):,} rows deleted")
+    return "".join(f", {word}" for word in words)
 
 
 def ended_how(last: dict[str, Any]) -> str:
@@ -4595,9 +4623,8 @@ def plainly(moment: str) -> str:
 def show_policy(name: str, policy: dict[str, Any], now: dt.datetime) -> Iterator[str]:
     """One policy for people, and what the history proves of it."""
     slo, kept = policy["slo"], format_duration(dt.timedelta(seconds=policy["retention_seconds"]))
-    yield f"{name}: {policy['table']}, kept for {kept}; {policy['deleted_total']:,} rows deleted in all"
-    if policy["error"]:
-        yield f"  failed: {policy['error']['message']}"
+    due = f"kept for {kept}" if policy["goes_by"] == "age" else f"due {kept} after {policy['column']}"
+    yield f"{name}: {policy['table']}, {due}; {policy['deleted_total']:,} rows deleted in all"
     drained = policy["last_drained"]
     yield (
         f"  drained {ago(drained, now)}: no unblocked row past its retention was left" if drained else "  never drained"
@@ -4619,9 +4646,12 @@ def show_policy(name: str, policy: dict[str, Any], now: dt.datetime) -> Iterator
         longest, target, limit = (
             format_duration(dt.timedelta(seconds=slo[f"{key}_seconds"])) for key in ("longest_delay", "target", "limit")
         )
-        verdict = "in time" if slo["held"] else "NOT in time"
-        share = "" if slo["rows_in_time"] is None else f"; {slo['rows_in_time']:.2%} within {target}"
-        yield f"  {verdict} since {plainly(slo['since'])}: no row waited more than {longest} (limit {limit}){share}"
+        due = f"of the rows that came due since {plainly(slo['since'])}"
+        share = ""
+        if slo["rows_in_time"] is not None:
+            share = f"; {slo['rows_in_time']:.2%} went within {target} (promised: {Promise.SHARE:.0%})"
+        waited = f"none waited more than {longest}" if slo["held"] else f"some may have waited {longest}"
+        yield f"  {'in time' if slo['held'] else 'NOT in time'}: {due} {waited} (limit {limit}){share}"
     for run in slo["short_runs"][-SHOWN:]:
         reason = f"failed: {run['error']}" if run["error"] else STOP_REASONS.get(run["stop_reason"], "")
         yield f"  the run of {plainly(run['started'])}: {reason}"
@@ -5009,7 +5039,7 @@ def print_configuration(arguments: argparse.Namespace) -> Exit:
 # ── main ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 VERBS: dict[str, tuple[Callable[[argparse.Namespace], Exit], str]] = {
-    "once": (run_command, "one run now, night window or not"),
+    "once": (run_command, "one run now, night window or not; a cutoff that has jumped is taken as meant"),
     "dry-run": (run_command, "what a run would delete now; deletes nothing"),
     "check": (
         check_command,
@@ -5017,7 +5047,8 @@ VERBS: dict[str, tuple[Callable[[argparse.Namespace], Exit], str]] = {
     ),
     "status": (
         status_command,
-        "the last run, totals, backlog as of then, age of the last success, when the timer fires next; no database",
+        "what ran, when and how it ended, what is left, whether rows went in time, and when the timer fires next; needs"
+        " no database",
     ),
     "print-sql": (print_sql, "the SQL a DBA must run once: role, grants and missing indexes"),
     "print-config": (print_configuration, "the effective configuration as TOML, secrets masked"),

@@ -128,7 +128,7 @@ def test_a_long_run_shows_how_far_it_is_and_ends_at_ctrl_c(systems: Database, te
     """
     fill(systems, 1000)
     shown = terminal(configuration(systems.conninfo, **SLOW, max_run_duration="30m"), "--once", width=80)
-    progress = shown.shows(r"^sicr +\S+ +(\d+)% (\d+) rows deleted, [\d,]+/s, of about ([\d,]+), budget left 29m5\ds$")
+    progress = shown.shows(r"^sicr +\S+ +(\d+)% (\d+) of about ([\d,]+) rows deleted, [\d,]+/s, budget left 29m5\ds$")
     share, deleted, estimate = (int(number.replace(",", "")) for number in progress.groups())
     assert 0 < deleted < 1000 == estimate
     assert share == deleted * 100 // estimate
