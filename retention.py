@@ -26,6 +26,7 @@ import enum
 import errno
 import fcntl
 import getpass
+import glob
 import io
 import itertools
 import json
@@ -443,6 +444,13 @@ class MetricsOptions:
     textfile: str = option(PATH, "/var/lib/session-retention/metrics.prom")
     state: str = option(PATH, "/var/lib/session-retention/state.toml")
 
+    @property
+    def history(self) -> str:
+        """history.jsonl beside state.toml; beside a state of another name one that is called after it."""
+        directory, name = os.path.split(self.state)
+        stem = name.removesuffix(".toml")
+        return os.path.join(directory, "history.jsonl" if stem == "state" else f"{stem}.history.jsonl") if name else ""
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -473,6 +481,11 @@ class Policy:
         keep = self.retention if self.retention is not None else self.grace
         assert keep is not None
         return keep
+
+    @property
+    def rule(self) -> str:
+        """Which rows it is about, whatever their age: what was learnt of other rows says nothing of these."""
+        return json.dumps([str(self.table), self.column, self.only])
 
     def cutoff(self, now: dt.datetime) -> dt.datetime:
         return now - self.keep
@@ -569,6 +582,9 @@ def read_configuration(file: str) -> Configuration:
         if key not in (*SECTIONS, "policy"):
             problems.append((key, f"unknown key; known here: {', '.join(SECTIONS)}, policy.<name>"))
     sections = {key: read_section(kind, key, document.get(key, {}), problems) for key, kind in SECTIONS.items()}
+    metrics = sections["metrics"]
+    if metrics and metrics.textfile and metrics.textfile in (metrics.state, metrics.history):
+        problems.append(("metrics.textfile", f"must be another file than {metrics.state} and {metrics.history}"))
     tables = document.get("policy", {})
     if type(tables) is not dict:
         problems.append(("policy", "must be tables named [policy.<name>]"))
@@ -770,12 +786,12 @@ SURVEYING = {
 
 
 def notify(text: str) -> None:
-    """Tell systemd, if it waits for us."""
-    if "NOTIFY_SOCKET" in os.environ:
-        with contextlib.suppress(Exception):  # not installed: then the unit's start time-out stands
-            from systemd import daemon
-
-            daemon.notify(text)
+    """Tell systemd, if it waits for us (sd_notify(3)). Its own library would wait for somebody who does not read."""
+    path = os.environ.get("NOTIFY_SOCKET", "")
+    if path:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.setblocking(False)
+            sender.sendto(text.encode(), f"\0{path[1:]}" if path.startswith("@") else path)
 
 
 def sign_of_life(seconds: float) -> None:
@@ -2417,7 +2433,7 @@ def read_moment(value: Any) -> dt.datetime:
 
 
 def read_number(value: Any) -> float:
-    expect(type(value) in (int, float) and math.isfinite(float(value)))
+    expect(type(value) in (int, float) and 0 <= float(value) < 1e12)  # beyond any time span in seconds
     return float(value)
 
 
@@ -2431,7 +2447,7 @@ def read_buckets(value: Any) -> dict[str, int]:
 
 
 COUNT = Kind("a whole number, 0 or more", exactly(int, lambda count: 0 <= count < 2**63))
-NUMBER = Kind("a finite number", read_number)
+NUMBER = Kind("a number, 0 or more", read_number)
 MOMENT = Kind("a time with its zone", read_moment)
 WORDS = Kind("text", text_of)
 COUNTS = Kind("counts by upper bound", read_buckets)
@@ -2448,6 +2464,7 @@ class PolicyRecord:
     """What is kept of a policy: its counters for ever, its last cutoff, and how its last run left its table."""
 
     table: str = option(WORDS, "")
+    rule: str = option(WORDS, "")
     enabled: bool = option(BOOLEAN, False)
     retention_seconds: float = option(NUMBER, 0)
     deleted: int = option(COUNT, 0)
@@ -2531,9 +2548,12 @@ class Totals:
         for record in self.policies.values():
             record.enabled = False
         for policy in config.enabled:
-            record = self.policy(policy.name)
-            record.table, record.enabled = str(policy.table), True
-            record.retention_seconds = policy.keep.total_seconds()
+            record, kept = self.policy(policy.name), policy.keep.total_seconds()
+            if record.rule and (record.rule != policy.rule or record.retention_seconds > kept):
+                for name in (*REST, "last_drained", "ended", "stop_reason", "sqlstate", "error"):
+                    setattr(record, name, None)
+            record.table, record.rule, record.enabled = str(policy.table), policy.rule, True
+            record.retention_seconds = kept
 
 
 def read_state(path: str) -> Totals:
@@ -2636,7 +2656,8 @@ def add_reported(totals: Totals, text: str) -> None:
         elif name == "run_duration_ms_sum":
             total = value
         elif (moment := name.removesuffix("_timestamp_seconds")) in ("last_run", "last_success", "last_drained"):
-            reach(record, moment, dt.datetime.fromtimestamp(value, UTC))
+            if isinstance(record, JobRecord) or record.table in ("", sample.labels["table"]):  # else it is another now
+                reach(record, moment, dt.datetime.fromtimestamp(value, UTC))
         elif name == "interval_seconds":
             job.interval_seconds = job.interval_seconds or value
         elif name == "retention_seconds" and alone:
@@ -2661,9 +2682,12 @@ def replace_file(path: str, content: str, *, durable: bool = True) -> None:
     path = os.path.realpath(path)
     if os.path.exists(path) and not os.path.isfile(path):
         raise OSError(errno.EINVAL, "not a regular file")
-    new = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.new")
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(new)  # of a run that was killed
+    directory, name = os.path.split(path)
+    for left in glob.glob(f".{glob.escape(name)}.*.new", root_dir=directory):  # of a run that was killed
+        if not born(int("0" + "".join(filter(str.isdigit, left.split(".")[-2])))):
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(directory, left))
+    new = os.path.join(directory, f".{name}.{os.getpid()}.new")
     try:
         with open(new, "x", encoding="utf-8", errors="surrogateescape", newline="\n") as stream:
             stream.write(content)
@@ -2706,11 +2730,9 @@ class Record:
 
     @property
     def history(self) -> str:
-        """Its path: beside the state, unless that is something like a device."""
+        """Its path; none beside a state that is something like a device."""
         state = self.options.state
-        if not state or (os.path.exists(state) and not os.path.isfile(state)):
-            return ""
-        return os.path.join(os.path.dirname(state), "history.jsonl")
+        return "" if os.path.exists(state) and not os.path.isfile(state) else self.options.history
 
     def fail(self, what: str, path: str, error: Exception, consequence: str) -> None:
         if what not in self.told:
@@ -2757,6 +2779,9 @@ class Record:
             for policy, count in self.deleted.items():
                 totals.policy(policy).deleted += count
             self.totals = totals
+            # the history first: what the state says has ended is in it
+            if self.runs and self.write("history", self.history, self.history_of, "this run is not in it"):
+                self.runs.clear()
             written = [
                 self.write("state", state, lambda: show_state(totals), NO_BRAKE),
                 self.write("metrics", textfile, lambda: exposition(totals), "what is there is of an earlier run"),
@@ -2765,8 +2790,6 @@ class Record:
                 self.kept = None if written[0] else totals
                 self.changes.clear()
                 self.deleted.clear()
-            if self.runs and self.write("history", self.history, self.history_of, "this run is not in it"):
-                self.runs.clear()
 
     def write(self, what: str, path: str, content: Callable[[], str], consequence: str) -> bool:
         if not path:
@@ -2780,10 +2803,10 @@ class Record:
 
     def history_of(self) -> str:
         """The history with the runs that are to be added; OSError where it cannot be read, so that it is not lost."""
-        lines = []
-        if os.path.exists(self.history):
-            lines = [line for line in read_file(self.history).splitlines() if not any(key in line for key in self.runs)]
-        lines += [json.dumps(run) for run in self.runs.values()]
+        lines = read_file(self.history).splitlines() if os.path.exists(self.history) else []
+        for key, run in self.runs.items():  # of one that is there, no second line; nor was it interrupted
+            if not any(key in line for line in lines):
+                lines.append(json.dumps(run))
         return "".join(f"{line}\n" for line in lines[-self.KEPT :])
 
     @contextlib.contextmanager
@@ -2940,7 +2963,10 @@ class UnitView(View):
 
 
 class TerminalView(View):
-    """A bar for each phase below the lines of the log, of which those of batches are left to the journal."""
+    """A bar for each phase below the lines of the log, of which those of batches are left to the journal.
+
+    It is drawn here and not in a thread: while a terminal is paused (Ctrl-S), nothing may wait for it.
+    """
 
     shows = True
 
@@ -2951,29 +2977,39 @@ class TerminalView(View):
 
         # nothing in a line is markup, an emoji or to be coloured
         console = Console(file=log.stream, markup=False, emoji=False, highlight=False)
-        if not console.is_terminal or console.is_dumb_terminal:
+        if not console.is_terminal or console.is_dumb_terminal or not log.is_writable():
             raise ImportError
+        self.log = log
         self.progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(16, complete_style="cyan"),
             TaskProgressColumn("{task.percentage:>3.0f}%"),
             TextColumn("{task.fields[words]}", markup=False),
             console=console,
+            auto_refresh=False,
             redirect_stdout=False,
             redirect_stderr=False,
         )
         self.tasks: dict[str, TaskID] = {}
+        self.drawn = 0.0
         self.progress.start()
         log.write = lambda line: console.print(line, soft_wrap=True)
         log.unwritten = () if log.verbose else (BATCH_DELETED,)
 
-    def show(self, policy: str, words: str, done: int, total: int | None, *, urgent: bool = False) -> None:  # noqa: ARG002
+    def show(self, policy: str, words: str, done: int, total: int | None, *, urgent: bool = False) -> None:
         if policy not in self.tasks:
+            self.progress.disable = True  # to add is to draw
             self.tasks[policy] = self.progress.add_task(policy, total=None, words="")
+            self.progress.disable = False
         self.progress.update(self.tasks[policy], completed=done, total=total and max(total, 1), words=words)
+        takes_it = bool(select.select([], [self.log.stream.fileno()], [], 0)[1])
+        if takes_it and (urgent or clock() - self.drawn >= 0.1):
+            self.drawn = clock()
+            self.progress.refresh()
 
     def close(self) -> None:
-        self.progress.stop()
+        if self.log.is_writable():
+            self.progress.stop()
 
 
 def view_of(log: Log) -> View:
@@ -3014,6 +3050,9 @@ class Traces:
                 self.tell("traces not sent", f"{type(error).__name__}: OTEL_… variables that OpenTelemetry refuses")
 
     def connect(self) -> None:
+        logger = logging.getLogger("opentelemetry")
+        logger.addHandler(self.failures)
+        logger.propagate = False
         from opentelemetry import trace
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -3024,9 +3063,6 @@ class Traces:
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         else:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        logger = logging.getLogger("opentelemetry")
-        logger.addHandler(self.failures)
-        logger.propagate = False
         named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
         resource = Resource.create({} if named else {"service.name": PROGRAM})
         self.provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -3049,12 +3085,17 @@ class Traces:
                 span.set_status(self.api.Status(self.api.StatusCode.ERROR, error))
             span.end()
 
-    def close(self, seconds: float) -> None:
-        """Send what is left, for so long at most: an endpoint that does not answer holds up no run."""
+    def close(self, end: Callable[[], float]) -> None:
+        """Send what is left, for PATIENCE at most: an endpoint that does not answer holds up no run.
+
+        `end`, in seconds of `clock`, is when it must be over; a signal may bring it nearer.
+        """
         if self.tracer:
             sending = threading.Thread(target=self.provider.shutdown, daemon=True)
             sending.start()
-            sending.join(min(seconds, self.PATIENCE))
+            latest = clock() + self.PATIENCE
+            while sending.is_alive() and clock() < min(latest, end()):
+                sending.join(0.1)
             if sending.is_alive() or self.failures.happened:
                 self.tell(
                     "traces not sent",
@@ -3103,8 +3144,7 @@ class Report:
         policies = [table.policy for table in tables]
         self.record.remember_cutoffs(policies, now, consent=not self.job.scheduled)
 
-    def phase_started(self, policy: Policy, now: dt.datetime, walk: str, estimate: int | None) -> None:
-        """`estimate`: how many rows the planner thinks will go."""
+    def phase_started(self, policy: Policy, now: dt.datetime, walk: str) -> None:
         self.log.emit(
             PHASE_STARTED,
             f"Starting {policy.title or policy.name}.",
@@ -3113,9 +3153,9 @@ class Report:
             CUTOFF=format_time(policy.cutoff(now)),
             WALK=walk,
         )
-        self.phase_deleted, self.phase_started_at, self.estimate = 0, clock(), estimate
+        self.phase_deleted, self.phase_started_at, self.estimate = 0, clock(), None
         self.traces.begin("phase", phase=policy.name, table=str(policy.table), walk=walk)
-        self.view.show(policy.name, "started", 0, estimate, urgent=True)
+        self.view.show(policy.name, "started", 0, None, urgent=True)
 
     def batch_deleted(self, policy: Policy, deleted: int, size: int, seconds: float) -> None:
         """A batch of at most `size` rows was committed, after so many seconds."""
@@ -3249,7 +3289,7 @@ class Report:
         """Nothing more comes: the terminal is given back, and traces are sent."""
         with contextlib.suppress(Exception):
             self.view.close()
-        self.traces.close(max(0.0, self.job.session.interrupts.end - 0.5 - clock()))
+        self.traces.close(lambda: self.job.session.interrupts.end - 0.5)
 
 
 def history_line(
@@ -3887,6 +3927,7 @@ class Outcome:
     def history(self) -> dict[str, Any]:
         """What the history keeps of it."""
         return self.json() | {
+            "rule": self.policy.rule,
             "retention_seconds": self.policy.keep.total_seconds(),
             **some(REST, self),
         }
@@ -4147,7 +4188,9 @@ def run_phase(
             raise table
         phase = Phase(job.session, table, now, job.config.run, share, job.window_end, report)
         outcome.started = True
-        report.phase_started(policy, now, phase.walk.name, phase.estimate() if report.view.shows else None)
+        report.phase_started(policy, now, phase.walk.name)
+        if report.view.shows:
+            report.estimate = phase.estimate()
         if job.session.connection is None:  # lost in the phase before
             connect_again(job)
         outcome.stop_reason = phase.run()
@@ -4163,7 +4206,7 @@ def run_phase(
         outcome.deleted = phase.deleted
         outcome.error = outcome.error or phase.refusal
         outcome.blocked_by = ", ".join(sorted(phase.blockers)) or None
-        count_what_stays(phase, outcome)
+        count_what_stays(phase, outcome, job.end)
     if outcome.error:
         outcome.stop_reason = "failed"
     outcome.seconds = clock() - started
@@ -4181,8 +4224,10 @@ def connect_again(job: Job) -> None:
         raise PolicyFailedError(error.message, error.sqlstate) from None
 
 
-def count_what_stays(phase: Phase, outcome: Outcome) -> None:
+def count_what_stays(phase: Phase, outcome: Outcome, end: float) -> None:
     """Fill in backlog and its parts: from the last pass if that says it all, else by a survey with a time limit.
+
+    All surveys together may go beyond the `end` of the run by no more than that limit.
 
     Somebody's trigger may have put back what the pass has left behind.
     """
@@ -4195,7 +4240,8 @@ def count_what_stays(phase: Phase, outcome: Outcome) -> None:
         return
     if tally.undeletable > len(phase.refused):
         return  # which rows a trigger kept without a word is not known, nor what these hold
-    timeout = min(COUNT_TIMEOUT, phase.session.interrupts.time_left())
+    allowed = max(0.0, min(COUNT_TIMEOUT.total_seconds(), end - clock() + COUNT_TIMEOUT.total_seconds()))
+    timeout = min(dt.timedelta(seconds=allowed), phase.session.interrupts.time_left())
     if phase.session.connection is None or timeout < UNITS["ms"] * 100:
         return
     try:
@@ -4341,15 +4387,15 @@ def checked_run(run: Any) -> dict[str, Any]:
     """A line of the history with its times read."""
     times = {key: run[key] and dt.datetime.fromisoformat(run[key]) for key in ("started", "ended", "now")}
     for moment in filter(None, times.values()):
-        expect(moment.tzinfo is not None)
+        expect(moment.tzinfo is not None and 2000 <= moment.year < 3000)
     for policy in run["policies"].values():
-        expect(type(policy["stop_reason"]) is str and type(policy["table"]) is str)
+        expect(type(policy["stop_reason"]) is str and type(policy["rule"]) is str)
         expect(policy["error"] is None or type(policy["error"]["message"]) is str)
         numbers = ("retention_seconds", "deleted", "backlog", "blocked", "overdue", "oldest_row_age_seconds")
-        expect(all(policy[key] is None or read_number(policy[key]) < LONGEST.total_seconds() * 100 for key in numbers))
-    expect(type(run["success"]) is bool and times["started"] is not None)
+        expect(all(policy[key] is None or read_number(policy[key]) >= 0 for key in numbers))
+    expect(type(run["success"]) is bool and type(run["stop_reason"]) is str)
     expect(all(type(error["message"]) is str for error in run["errors"]))
-    expect(run["stop_reason"] == "interrupted" or times["ended"] is not None)
+    expect(type(times["ended"]) is dt.datetime or (run["stop_reason"] == "interrupted" and not run["policies"]))
     expect(type(run["scheduled"]) is bool and type(times["started"]) is dt.datetime)
     expect(read_number(run["interval_seconds"]) >= 0)
     return {**run, **times}
@@ -4393,7 +4439,7 @@ def proof_of(policy: Policy, runs: Sequence[dict[str, Any]], now: dt.datetime, p
         ended = run["policies"].get(policy.name)
         if ended is None:
             continue
-        if (ended["table"], ended["retention_seconds"]) != (str(policy.table), kept):
+        if (ended["rule"], ended["retention_seconds"]) != (policy.rule, kept):
             drains, delays, short = [], [], []
             continue
         if drains:
@@ -4597,7 +4643,7 @@ def show_status(status: dict[str, Any]) -> str:
             lines.append(
                 f"  missed: {missed['runs']} run{'s' * (missed['runs'] > 1)} after that of {plainly(missed['after'])}"
             )
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def what_ran(last: dict[str, Any], policies: Mapping[str, Any]) -> str:
@@ -4987,6 +5033,7 @@ def status_command(arguments: argparse.Namespace) -> Exit:
         problems.append(f"history: {record.history}: {damaged} lines are damaged and left out")
     if not config.metrics.state:
         problems.append("metrics.state is empty, so that nothing is remembered of a run")
+    record.totals.configure(config)  # it may have changed since the last run
     status = status_of(config, record.totals, runs, dt.datetime.now(UTC))
     status["problems"] = [*problems, *status["problems"]]
     write_result(json.dumps(status, indent=2) if arguments.json else show_status(status))
@@ -5027,7 +5074,7 @@ def foresight(result: Result) -> str:
             for column, values in (policy.only or {}).items():
                 when += f"; {column} {', '.join(map(str, values))}"
             lines.append(f"{name}: would delete {outcome.deleted:,} rows of {policy.table}{blocked} ({when})")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def print_configuration(arguments: argparse.Namespace) -> Exit:
