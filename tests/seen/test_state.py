@@ -10,6 +10,7 @@ import pathlib
 import random
 import signal
 import subprocess
+import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from typing import Any
 
 import metrics
 import pytest
-from lab import POLICIES, SYSTEMS, Database, Program, Result, configuration, faketime, log, until
+from lab import POLICIES, SYSTEMS, TOP, Database, Program, Result, configuration, faketime, log, until
 from statements import log_statements, statements
 
 SICR = "identity.sign_in_confirmation_requests"
@@ -714,3 +715,30 @@ def test_counting_what_is_left_costs_at_most_one_more_look_at_the_table(
         asked = [text for text in statements(database, offset) if '"chains"' in text]
         assert sum("count(*)" in text and "DELETE FROM" not in text for text in asked) == looks
         assert any("DELETE FROM" in text for text in asked)
+
+
+def test_without_the_lock_no_file_is_a_half_one(tmp_path: pathlib.Path) -> None:
+    """Two that write the same file at once, where no lock keeps them apart: each version is whole, none fails."""
+    path = tmp_path / "metrics.prom"
+    writing = f"import retention\nfor n in range(400): retention.replace_file({str(path)!r}, '%s' * 20000)\n"
+    writers = [
+        subprocess.Popen([sys.executable, "-B", "-c", writing % letter], cwd=TOP, stderr=subprocess.PIPE)
+        for letter in "ab"
+    ]
+    seen = set()
+    while any(writer.poll() is None for writer in writers):
+        if path.exists():
+            seen.add(path.read_text())
+    assert seen <= {"a" * 20000, "b" * 20000}
+    assert [writer.communicate()[1] for writer in writers] == [b"", b""]
+    assert [left.name for left in tmp_path.iterdir()] == ["metrics.prom"]
+
+
+def test_two_states_in_one_directory_have_two_histories(systems: Database, program: Program, files: Files) -> None:
+    """What one configuration did proves nothing of another."""
+    assert program.inside(files.configuration(systems.conninfo, TWO), "--once").returncode == 0
+    other = files.state.with_name("other.toml")
+    config = configuration(systems.conninfo, TWO, metrics={"state": str(other)})
+    assert json.loads(program.inside(config, "--status", "--json").stdout)["history"]["runs"] == 0
+    assert program.inside(None, "--once").returncode == 0
+    assert (files.state.parent / "other.history.jsonl").read_text().count("\n") == 1

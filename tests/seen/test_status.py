@@ -340,6 +340,16 @@ def test_rows_that_are_still_there_are_late_as_well(nights: Nights) -> None:
     assert [short["stop_reason"] for short in slo["short_runs"]] == ["budget"] * 3
 
 
+def test_what_was_proved_of_other_rows_is_no_proof(nights: Nights) -> None:
+    """Another list of `only`, another column: the proof begins anew, and nothing is known to be drained."""
+    nights.run(2)
+    nights.run(1)
+    assert nights.slo()["held"] is True
+    nights.configure({"sicr": {**SICR["sicr"], "only": {"status": ["Expired"]}}})
+    policy = nights.told()["policies"]["sicr"]
+    assert (policy["last_drained"], policy["backlog"], policy["slo"]["held"]) == (None, None, None)
+
+
 def test_rows_that_came_back_are_late_whatever_was_drained_before(nights: Nights) -> None:
     """A restore brings old rows the day after a good night: what the run measured of them decides."""
     nights.run(1)
@@ -384,7 +394,12 @@ def test_bad_nights_are_listed_each_as_what_it_was(nights: Nights) -> None:
     assert len(history["interrupted_runs"]) == 1
     short = [(item["stop_reason"], item["error"]) for item in told["policies"]["sicr"]["slo"]["short_runs"]]
     assert short == [("failed", "permission denied"), ("signal", None)]
-    for words in ("could not be made: the run of ", "missed: 2 runs", "interrupted: the run of ", "failed: permission denied"):
+    for words in (
+        "could not be made: the run of ",
+        "missed: 2 runs",
+        "interrupted: the run of ",
+        "failed: permission denied",
+    ):
         assert words in text
 
 

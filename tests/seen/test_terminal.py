@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
+import pty
 import re
 import shlex
 import shutil
@@ -222,3 +224,33 @@ def test_a_terminal_that_is_closed(systems: Database, terminal: Open, program: P
         assert (told["last_run"]["stop_reason"], told["last_run"]["exit_status"]) == ("signal", 0)
     else:
         assert (left, told["last_run"]["stop_reason"]) == (0, "drained")
+
+
+def test_a_paused_terminal_holds_nothing_up(systems: Database, program: Program) -> None:
+    """Ctrl-S, and somebody goes home: the run ends with its budget all the same, and is recorded."""
+    fill(systems, 1000)
+    two = {name: POLICIES[name] for name in ("sicr", "refresh")}
+    program.write(configuration(systems.conninfo, two, **SLOW, max_run_duration="3s"))
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        program.command("--once"),
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env={**clean_environment(), "TERM": "xterm-256color"},
+        cwd="/",
+        start_new_session=True,
+    )
+    os.close(slave)
+    try:
+        shown = b""
+        while b"rows deleted" not in shown:
+            shown += os.read(master, 4096)
+        os.write(master, b"\x13")
+        assert process.wait(3 + PROMPTLY) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+    told = json.loads(program.inside(None, "--status", "--json").stdout)
+    assert (told["last_run"]["stop_reason"], told["running"]) == ("budget", [])

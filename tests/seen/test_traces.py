@@ -258,6 +258,21 @@ def test_a_signal_ends_a_run_whose_endpoint_hangs(
     assert [line.event for line in log(result.stdout)][-2:] == ["job_completed", "record_failed"]
 
 
+def test_a_signal_while_traces_are_sent_changes_no_result(
+    systems: Database, traced: Callable[[], Traced], receiver: Receiver
+) -> None:
+    """The run has ended well, and the endpoint hangs: SIGTERM then ends the waiting, not the result."""
+    receiver.status = 0
+    process = traced().start(configuration(systems.conninfo, TWO), "--once", "--json", env=receiver.environment)
+    assert process.stderr
+    assert any(" job completed " in line for line in process.stderr)
+    sent = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    result = Program.finish(process)
+    assert time.monotonic() - sent < PROMPTLY
+    assert (result.returncode, result.json["stop_reason"]) == (0, "drained")
+
+
 def test_without_the_packages_nothing_is_said(
     systems: Database, program: Program, receiver: Receiver, tmp_path: pathlib.Path
 ) -> None:

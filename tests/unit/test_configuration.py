@@ -557,3 +557,12 @@ def test_version_is_one_line(program: Program) -> None:
     assert result.returncode == 0
     assert result.stdout.startswith("session-retention ")
     assert result.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["state.toml", "history.jsonl"])
+def test_the_metrics_have_a_file_of_their_own(program: Program, name: str) -> None:
+    """Not the state's, nor that of the history beside it."""
+    metrics = {"state": "/var/lib/x/state.toml", "textfile": f"/var/lib/x/{name}"}
+    result = program.inside(configuration("dbname=auth", metrics=metrics), "--print-config")
+    assert result.returncode == 78
+    assert "metrics.textfile: must be another file than /var/lib/x/state.toml" in result.stderr
