@@ -762,9 +762,16 @@ class Interrupts:
 
 
 def cancel(connection: psycopg.Connection[Any]) -> None:
-    """Ask the server to cancel what the connection is at; that it cannot be asked is for the caller's time-out."""
+    """Ask the server to cancel what the connection is at; that it cannot be asked is for the caller's time-out.
+
+    From psycopg 3.2 on without blocking: its implementation in C would hold up the whole process on a dead network.
+    """
     with contextlib.suppress(psycopg.Error):
-        connection.cancel()
+        safely = getattr(connection, "cancel_safe", None)
+        if safely:
+            safely(timeout=Interrupts.PATIENCE)
+        else:
+            connection.cancel()
 
 
 # Planner settings for statements that walk: with them the index or the page range is the only plan left, whatever the
@@ -2804,9 +2811,10 @@ class Record:
     def history_of(self) -> str:
         """The history with the runs that are to be added; OSError where it cannot be read, so that it is not lost."""
         lines = read_file(self.history).splitlines() if os.path.exists(self.history) else []
-        for key, run in self.runs.items():  # of one that is there, no second line; nor was it interrupted
-            if not any(key in line for line in lines):
-                lines.append(json.dumps(run))
+        for key, run in self.runs.items():
+            others = [line for line in lines if key not in line]
+            if run["stop_reason"] != "interrupted" or len(others) == len(lines):  # what has ended was not interrupted
+                lines = [*others, json.dumps(run)]
         return "".join(f"{line}\n" for line in lines[-self.KEPT :])
 
     @contextlib.contextmanager
@@ -3002,10 +3010,11 @@ class TerminalView(View):
             self.tasks[policy] = self.progress.add_task(policy, total=None, words="")
             self.progress.disable = False
         self.progress.update(self.tasks[policy], completed=done, total=total and max(total, 1), words=words)
-        takes_it = bool(select.select([], [self.log.stream.fileno()], [], 0)[1])
-        if takes_it and (urgent or clock() - self.drawn >= 0.1):
-            self.drawn = clock()
-            self.progress.refresh()
+        with contextlib.suppress(OSError, ValueError):  # the terminal has gone
+            takes_it = bool(select.select([], [self.log.stream.fileno()], [], 0)[1])
+            if takes_it and (urgent or clock() - self.drawn >= 0.1):
+                self.drawn = clock()
+                self.progress.refresh()
 
     def close(self) -> None:
         if self.log.is_writable():
@@ -3042,12 +3051,8 @@ class Traces:
         self.spans: list[Any] = []  # the run, and the phase in it
         self.failures = Failures(logging.ERROR)
         if traces_wanted():
-            try:
+            with self.trying(), contextlib.suppress(ImportError):
                 self.connect()
-            except ImportError:
-                pass
-            except Exception as error:  # noqa: BLE001, of a library that reads settings of its own
-                self.tell("traces not sent", f"{type(error).__name__}: OTEL_… variables that OpenTelemetry refuses")
 
     def connect(self) -> None:
         logger = logging.getLogger("opentelemetry")
@@ -3069,21 +3074,32 @@ class Traces:
         self.provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self.api, self.tracer = trace, self.provider.get_tracer(PROGRAM, VERSION)
 
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """Around what the library does: if it fails, there are no more traces."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001, of a library that reads settings of its own
+            self.tracer, self.spans = None, []
+            self.tell("traces not sent", f"{type(error).__name__} of OpenTelemetry: see the OTEL_… variables")
+
     def begin(self, name: str, *, seconds_ago: float = 0.0, **attributes: Any) -> None:
         """Begin a span in the innermost one that has not ended; attributes that are None are left out."""
         if self.tracer:
-            context = self.api.set_span_in_context(self.spans[-1]) if self.spans else None
-            start = time.time_ns() - int(seconds_ago * 1e9)
-            self.spans.append(self.tracer.start_span(name, context, attributes=known(attributes), start_time=start))
+            with self.trying():
+                context = self.api.set_span_in_context(self.spans[-1]) if self.spans else None
+                start = time.time_ns() - int(seconds_ago * 1e9)
+                self.spans.append(self.tracer.start_span(name, context, attributes=known(attributes), start_time=start))
 
     def end(self, error: str | None = None, **attributes: Any) -> None:
         """End the innermost span that has not ended; the error's text is safe to show."""
         if self.spans:
-            span = self.spans.pop()
-            span.set_attributes(known(attributes))
-            if error:
-                span.set_status(self.api.Status(self.api.StatusCode.ERROR, error))
-            span.end()
+            with self.trying():
+                span = self.spans.pop()
+                span.set_attributes(known(attributes))
+                if error:
+                    span.set_status(self.api.Status(self.api.StatusCode.ERROR, error))
+                span.end()
 
     def close(self, end: Callable[[], float]) -> None:
         """Send what is left, for PATIENCE at most: an endpoint that does not answer holds up no run.
@@ -3170,9 +3186,10 @@ class Report:
         self.traces.begin("batch", seconds_ago=seconds, phase=policy.name, batchSize=size, deletedCount=deleted)
         self.traces.end()
         self.count(policy, deleted)
-        total = self.estimate and max(
-            self.estimate, self.phase_deleted + 1 + self.phase_deleted // 100
-        )  # short of 100 %
+        more = (
+            self.phase_deleted + 1 + self.phase_deleted // 100
+        )  # a bar stays short of 100 % until the phase has ended
+        total = self.estimate and max(self.estimate, more)
         self.view.show(policy.name, self.words(), self.phase_deleted, total)
         self.record.progress(self.log.job_run_id, policy.name, self.deleted)
 
@@ -3259,7 +3276,8 @@ class Report:
 
     def proof(self, outcome: Outcome) -> dict[str, object]:
         """What an auditor asks of a policy, for the journal: the files can be rewritten by the user of the job."""
-        drained = self.record.totals.policy(outcome.policy.name).last_drained
+        before = self.record.totals.policy(outcome.policy.name).last_drained
+        drained = outcome.now if outcome.drained else before
         return {
             "DELETED": outcome.deleted,
             "BACKLOG": outcome.backlog,
