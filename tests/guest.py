@@ -30,6 +30,8 @@ from lab import SYSTEMS, configuration, until
 
 #: Debian 12 and 13.
 SUITES = ("bookworm", "trixie")
+#: Where what an installed job does is tested, beside its installation: on both for the patient.
+RUNS_ON = SUITES if "RETENTION_SOAK_PACKAGE" in os.environ else SUITES[:1]
 
 #: What a guest has beside Debian's minimum: an administrator's tools, a database server that can do TLS, and what
 #: the program depends on, so that its package installs without a network.

@@ -74,9 +74,9 @@ def test_a_row_exactly_on_the_cutoff_stays(policy: str, systems: Database, progr
 
     for _ in range(10):
         systems.execute(f"TRUNCATE {table}")
-        # Where in a run the clock is read: learn it from a dry run, then lay the rows out ahead of time around it.
+        # Where in a run the clock is read: learn it from one that finds nothing, then lay the rows out around that time.
         started = systems.value("SELECT clock_timestamp() - %s::interval", retention)
-        delay = cutoff("--dry-run") - started
+        delay = cutoff("--once") - started
         start = systems.value("SELECT clock_timestamp() + '800ms'")
         centre = start + delay
         systems.execute(

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from guest import SUITES, Guest
+from guest import RUNS_ON, SUITES, Guest
 from lab import TOP
 
 
@@ -47,7 +47,7 @@ def bare(request: pytest.FixtureRequest) -> Iterator[Guest]:
         yield guest
 
 
-@pytest.fixture(scope="session", params=SUITES)
+@pytest.fixture(scope="session", params=RUNS_ON)
 def machine(request: pytest.FixtureRequest, package: pathlib.Path) -> Iterator[Guest]:
     """A guest with the package and the three systems, for all tests that leave these in place."""
     with Guest(request.param) as guest:
