@@ -74,7 +74,7 @@ def test_a_row_exactly_on_the_cutoff_stays(policy: str, systems: Database, progr
 
     for _ in range(10):
         systems.execute(f"TRUNCATE {table}")
-        # Where in a run the clock is read: learn it from one that finds nothing, then lay the rows out around that time.
+        # Where in a run the clock is read: learn it from one that finds nothing, then lay rows out around that time.
         started = systems.value("SELECT clock_timestamp() - %s::interval", retention)
         delay = cutoff("--once") - started
         start = systems.value("SELECT clock_timestamp() + '800ms'")
