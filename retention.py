@@ -2691,8 +2691,8 @@ def replace_file(path: str, content: str, *, durable: bool = True) -> None:
         raise OSError(errno.EINVAL, "not a regular file")
     directory, name = os.path.split(path)
     for left in glob.glob(f".{glob.escape(name)}.*.new", root_dir=directory):  # of a run that was killed
-        if not born(int("0" + "".join(filter(str.isdigit, left.split(".")[-2])))):
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
+            if not born(int(left.split(".")[-2])):
                 os.unlink(os.path.join(directory, left))
     new = os.path.join(directory, f".{name}.{os.getpid()}.new")
     try:

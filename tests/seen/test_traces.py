@@ -240,6 +240,15 @@ def test_an_endpoint_that_takes_nothing_changes_nothing(
         assert (last - completed).total_seconds() < PATIENCE, why
 
 
+def stopped(process: subprocess.Popen[str]) -> Result:
+    """Send SIGTERM, and see that the process ends as soon as is promised."""
+    sent = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    result = Program.finish(process)
+    assert time.monotonic() - sent < PROMPTLY
+    return result
+
+
 def test_a_signal_ends_a_run_whose_endpoint_hangs(
     systems: Database, traced: Callable[[], Traced], receiver: Receiver
 ) -> None:
@@ -250,10 +259,7 @@ def test_a_signal_ends_a_run_whose_endpoint_hangs(
     process = traced().start(config, "--once", env=receiver.environment)
     assert process.stdout
     assert any(" batch deleted " in line for line in process.stdout)
-    sent = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    result = Program.finish(process)
-    assert time.monotonic() - sent < PROMPTLY
+    result = stopped(process)
     assert result.returncode == 0, result.output
     assert [line.event for line in log(result.stdout)][-2:] == ["job_completed", "record_failed"]
 
@@ -266,10 +272,7 @@ def test_a_signal_while_traces_are_sent_changes_no_result(
     process = traced().start(configuration(systems.conninfo, TWO), "--once", "--json", env=receiver.environment)
     assert process.stderr
     assert any(" job completed " in line for line in process.stderr)
-    sent = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    result = Program.finish(process)
-    assert time.monotonic() - sent < PROMPTLY
+    result = stopped(process)
     assert (result.returncode, result.json["stop_reason"]) == (0, "drained")
 
 
