@@ -49,7 +49,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType, NoneType, SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import psycopg
@@ -409,8 +409,6 @@ ONLY = Kind(
     'columns with non-empty lists of one type (text, 64-bit whole numbers or booleans), as in { status = ["Revoked"] }',
     read_only_lists,
 )
-NO_VACUUM = Kind("false; VACUUM after a run is not in this version", exactly(bool, lambda value: not value))
-NO_LAG = Kind("left out: waiting for standbys is not in this version", exactly(NoneType))  # which TOML does not have
 
 
 def option(kind: Kind, default: Any = None) -> Any:
@@ -435,8 +433,8 @@ class RunOptions:
     retention_interval: dt.timedelta = option(POSITIVE, "24h")
     night_window_utc: NightWindow | None = option(WINDOW, "02:00-05:00")
     pause: dt.timedelta | None = option(PAUSE, "auto")
-    max_replication_lag: dt.timedelta | None = option(NO_LAG)
-    vacuum: bool = option(NO_VACUUM, False)
+    max_replication_lag: dt.timedelta | None = option(POSITIVE)
+    vacuum: bool = option(BOOLEAN, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -848,6 +846,7 @@ class Session:
         self.interrupts = interrupts
         self.connection: psycopg.Connection[Any] | None = None
         self.process = 0  # of the server, for this connection or the last
+        self.prologues: dict[Any, bytes] = {}
 
     def connect(self, *, urgent: bool = False) -> None:
         """Connect, once; UnavailableError says why not."""
@@ -874,6 +873,7 @@ class Session:
             message = f"{one_line(' '.join(lines))} ({', '.join([*where, 'as database.conninfo says'])})"
             raise UnavailableError(self.scrub(message), getattr(error, "sqlstate", None)) from None
         self.process = self.connection.info.backend_pid
+        self.prologues = {}  # another server may be of another version
 
     def connect_in_place_of(self, process: int, *, urgent: bool = False) -> None:
         """Connect, and end that server process of a connection that was lost, lest it go on to hold rows."""
@@ -949,11 +949,39 @@ class Session:
         sign_of_life(3 * transaction.seconds)  # settings, two statements at most
         self.interrupts.statement = connection
         try:
+            transaction.execute(self.prologue(settings or {}, schema, snapshot, str(limit)))
+            yield transaction
             self.interrupts.expect_answer(transaction.seconds)
-            with connection.transaction():
-                transaction.execute(self.prologue(settings or {}, schema, snapshot, str(limit)))
-                yield transaction
-                self.interrupts.expect_answer(transaction.seconds)
+            connection.commit()
+        except (StoppedError, SilentServerError):
+            self.close()
+            raise
+        except BaseException as error:
+            self.roll_back(transaction)
+            if isinstance(error, psycopg.errors.QueryCanceled) and self.interrupts.requested:
+                raise StoppedError from None
+            raise
+        finally:
+            self.interrupts.statement = None
+            self.interrupts.expect_answer(0)
+
+    def execute_alone(self, statement: Query, seconds: float) -> None:
+        """Execute what cannot be in a transaction, where no time-out of the server's can be set for it alone.
+
+        It is cancelled after so many seconds: psycopg.errors.QueryCanceled. A signal and silence do what they do in a
+        transaction.
+        """
+        connection = self.connection
+        if connection is None:
+            raise psycopg.OperationalError("not connected")
+        timer = threading.Timer(seconds, cancel, [connection])
+        timer.daemon = True
+        sign_of_life(seconds + self.SLACK)
+        self.interrupts.statement = connection
+        try:
+            timer.start()
+            self.interrupts.expect_answer(seconds + self.SLACK)
+            connection.execute(statement)
         except psycopg.errors.QueryCanceled:
             if self.interrupts.requested:
                 raise StoppedError from None
@@ -964,12 +992,28 @@ class Session:
         finally:
             self.interrupts.statement = None
             self.interrupts.expect_answer(0)
+            timer.cancel()
+            timer.join(Interrupts.PATIENCE)  # a cancel request that is under way must not hit the next statement
 
-    def prologue(self, settings: Mapping[str, str], schema: str | None, snapshot: bool, limit: str) -> sql.Composed:
-        """SET LOCAL for everything that a role, a database or an environment may have set otherwise.
+    def roll_back(self, transaction: Transaction) -> None:
+        """End a transaction that failed; where the server does not answer, close the connection."""
+        try:
+            self.interrupts.expect_answer(transaction.seconds)
+            transaction.connection.rollback()
+        except (psycopg.Error, StoppedError):
+            self.close()
+
+    def prologue(self, settings: Mapping[str, str], schema: str | None, snapshot: bool, limit: str) -> bytes:
+        """BEGIN, and SET LOCAL for everything that a role, a database or an environment may have set otherwise.
 
         But for READ WRITE: a server that is made read-only in mid-run is obeyed.
         """
+        wanted = (tuple(settings.items()), schema, snapshot, limit)
+        if wanted not in self.prologues:  # composing it takes as long as a small batch
+            self.prologues[wanted] = self.compose(settings, schema, snapshot, limit)
+        return self.prologues[wanted]
+
+    def compose(self, settings: Mapping[str, str], schema: str | None, snapshot: bool, limit: str) -> bytes:
         mode = sql.SQL("REPEATABLE READ, READ ONLY" if snapshot else "READ COMMITTED")
         ours = {
             "statement_timeout": limit,
@@ -995,10 +1039,10 @@ class Session:
         lines = [sql.SQL("SET LOCAL {} = {};").format(sql.Identifier(key), sql.Literal(ours[key])) for key in ours]
         names = ("pg_catalog", *((schema, "public") if schema else ()), "pg_temp")
         path = sql.SQL("SET LOCAL search_path = {};").format(sql.SQL(", ").join(map(sql.Identifier, names)))
-        isolation = sql.SQL("SET TRANSACTION ISOLATION LEVEL {};").format(mode)
+        begin = sql.SQL("BEGIN ISOLATION LEVEL {};").format(mode)
         # a deferred key would speak up at COMMIT only
         constraints = sql.SQL("" if snapshot else "SET CONSTRAINTS ALL IMMEDIATE;")
-        return sql.SQL("\n").join([isolation, *lines, path, constraints])
+        return sql.SQL("\n").join([begin, *lines, path, constraints]).as_bytes(self.connection)
 
 
 # ── Errors ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -1182,9 +1226,15 @@ table_missing error 42P01
 not_a_table error 42809
     {table} is {kind}, not an ordinary table
     -> name the table itself
-partitioned error 42809
-    {table} is {kind}, not an ordinary table
-    -> partitions and inheriting tables are not purged by this version
+inherited error 42809
+    {table} is {kind}, not a table of its own
+    -> name the partitioned table; tables that inherit from each other are not purged
+partitions_without_key error 42809
+    {table} is partitioned and has no primary key of built-in types, by which alone its rows can be told apart
+    -> add a primary key
+partitions_foreign error 42809
+    {table} has partitions that are foreign tables: {partitions}
+    -> detach them, or see to their rows where they are
 column_missing error 42703
     table {table} has no column "{column}"
     -> correct policy.{policy}.{key}
@@ -1273,6 +1323,12 @@ deletes_cancelled error
 table_changed error
     {table}, its triggers, foreign keys or columns were changed while the run was on it
     -> none is needed: the next run judges the table anew
+lag_unreadable error 42501
+    the role {role} may not see how far a standby is behind, for which run.max_replication_lag asks
+    -> GRANT pg_read_all_stats TO {role};
+vacuum_denied warning
+    the role {role} may not VACUUM {table}, for which run.vacuum asks
+    -> {cure}
 cutoff_jumped error
     the cutoff moved forward from {before} to {after}, by {moved}, while {elapsed} passed since the last run;
         nothing is deleted
@@ -1367,7 +1423,14 @@ class Table:
     indexed: bool  # a walk in the order of age is cheap
     references: tuple[Reference, ...]
     own_action: bool  # a self reference would delete or change children along with a parent
+    key: tuple[tuple[str, str], ...]  # of a partitioned table the primary key: columns and their types
+    no_vacuum: str | None  # why this role may not VACUUM it
     cascades: tuple[TableName, ...]  # tables from which a delete here takes rows along, by leave of allow_cascade
+
+    @property
+    def other_walk(self) -> str:
+        """The walk that needs no index on age."""
+        return "key" if self.key else "pages"
 
     def bound(self, now: dt.datetime) -> str:
         """The cutoff as a value of the column's type, for a strict comparison.
@@ -1391,7 +1454,6 @@ KINDS_OF_RELATION = {
     "m": "a materialized view",
     "f": "a foreign table",
     "S": "a sequence",
-    "p": "a partitioned table",
     "r": "a parent of inheriting tables",
 }
 AGE_TYPES = {1184: "timestamptz", 1114: "timestamp", 1082: "date"}  # fixed type oids of pg_catalog
@@ -1399,17 +1461,21 @@ AGE_TYPES = {1184: "timestamptz", 1114: "timestamp", 1082: "date"}  # fixed type
 COMPARED = {16: (bool, "boolean"), 20: (int, "bigint"), 21: (int, "bigint"), 23: (int, "bigint")}
 INTEGER_BITS = {20: 64, 21: 16, 23: 32}
 
+# A table and, where it has them, its partitions; and what the triggers are that are theirs and not copies of another's.
+TREE = "ARRAY (SELECT c.oid UNION SELECT p.relid FROM pg_partition_tree(c.oid) p)"
+OWN_TRIGGER = f"g.tgrelid = ANY ({TREE}) AND (g.tgrelid = c.oid OR g.tgparentid = 0)"
 # What was judged of a table, found by its name: which table that is, what its deletes set off (foreign keys into it are
-# triggers on it, too), and the columns that the policy goes by. A run deletes only while it is the same.
-FINGERPRINT = """COALESCE((
+# triggers on it, too), and the columns that the policy goes by. A run deletes only while it is the same; partitions may
+# come and go.
+FINGERPRINT = f"""COALESCE((
     SELECT pg_catalog.concat_ws(' ', c.oid, c.relkind, c.relispartition,
-        EXISTS (SELECT FROM pg_catalog.pg_inherits i WHERE i.inhparent = c.oid),
+        c.relkind <> 'p' AND EXISTS (SELECT FROM pg_catalog.pg_inherits i WHERE i.inhparent = c.oid),
         (SELECT pg_catalog.string_agg(pg_catalog.concat(g.oid, g.tgenabled), ',' ORDER BY g.oid)
-         FROM pg_catalog.pg_trigger g WHERE g.tgrelid = c.oid),
+         FROM pg_catalog.pg_trigger g WHERE {OWN_TRIGGER}),
         (SELECT pg_catalog.string_agg(pg_catalog.concat(a.attnum, ':', a.atttypid), ',' ORDER BY a.attnum)
          FROM pg_catalog.pg_attribute a WHERE a.attrelid = c.oid AND a.attname = ANY (%(judged)s::name[])))
     FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
-    WHERE n.nspname = %(schema)s AND c.relname = %(name)s), '')"""
+    WHERE n.nspname = %(schema)s AND c.relname = %(name)s), '')"""  # noqa: S608, of our own text
 RELATION = """
 SELECT c.oid::bigint, c.relkind::text, c.relispartition,
        EXISTS (SELECT FROM pg_catalog.pg_inherits i WHERE i.inhparent = c.oid), current_user::text
@@ -1440,15 +1506,21 @@ FROM resolved r JOIN pg_catalog.pg_type t ON t.oid = r.type WHERE t.typtype <> '
 """  # noqa: S608, of our own text
 # With the operator that is "equal" to its index (strategy 3 of a btree).
 PRIMARY_KEY = """
-SELECT a.attname::text, format('OPERATOR(%%I.%%s)', n.nspname, o.oprname)
+SELECT a.attname::text, format('OPERATOR(%%I.%%s)', n.nspname, o.oprname), format_type(a.atttypid, a.atttypmod)
 FROM pg_catalog.pg_index i
-    JOIN pg_catalog.pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = ANY (i.indkey)
-    JOIN pg_catalog.pg_opclass c ON c.oid = i.indclass[0]
+    CROSS JOIN unnest(i.indkey::int2[], i.indclass::oid[]) WITH ORDINALITY AS u (attnum, class, position)
+    JOIN pg_catalog.pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = u.attnum
+    JOIN pg_catalog.pg_opclass c ON c.oid = u.class  -- a column that is only included has none
     JOIN pg_catalog.pg_amop m ON m.amopfamily = c.opcfamily AND m.amopstrategy = 3
         AND m.amoplefttype = c.opcintype AND m.amoprighttype = c.opcintype
     JOIN pg_catalog.pg_operator o ON o.oid = m.amopopr
     JOIN pg_catalog.pg_namespace n ON n.oid = o.oprnamespace
 WHERE i.indrelid = %(oid)s AND i.indisprimary
+ORDER BY u.position
+"""
+FOREIGN_PARTITIONS = """
+SELECT string_agg(p.relid::text, ', ' ORDER BY 1)
+FROM pg_partition_tree(%(oid)s) p JOIN pg_catalog.pg_class c ON c.oid = p.relid WHERE c.relkind = 'f'
 """
 # An index by which the children of one row are found; leaving out NULLs, as EF Core's filtered indexes do, is no loss.
 CHILD_INDEX = """EXISTS (
@@ -1500,19 +1572,27 @@ SELECT CASE WHEN NOT pg_catalog.has_schema_privilege(c.relnamespace, 'USAGE') TH
              WHERE NOT pg_catalog.has_column_privilege(c.oid, u.name, 'SELECT') ORDER BY u.position)
 FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = %(oid)s
 """
+# Of PostgreSQL 17 on there is a privilege for it; before, it is for owners.
+VACUUM_RIGHTS = """
+SELECT pg_has_role(c.relowner, 'USAGE') OR pg_has_role(d.datdba, 'USAGE') OR CASE
+           WHEN current_setting('server_version_num')::int >= 170000 THEN has_table_privilege(c.oid, 'MAINTAIN')
+           ELSE false END,
+       current_setting('server_version_num')::int >= 170000
+FROM pg_catalog.pg_class c, pg_catalog.pg_database d WHERE c.oid = %(oid)s AND d.datname = current_database()
+"""
 # Whether row security applies to us; rules that rewrite a DELETE; triggers before a row is deleted (of pg_trigger.h:
 # row 1, before 2, delete 8); a publication of deletes for a table by whose rows a subscriber could not know them again.
-HINDRANCES = """
+HINDRANCES = f"""
 SELECT pg_catalog.row_security_active(c.oid),
        (SELECT min(r.rulename)::text FROM pg_catalog.pg_rewrite r
         WHERE r.ev_class = c.oid AND r.ev_type = '4' AND r.ev_enabled IN ('O', 'A')),
        ARRAY(SELECT g.tgname::text FROM pg_catalog.pg_trigger g
-             WHERE g.tgrelid = c.oid AND NOT g.tgisinternal AND g.tgenabled IN ('O', 'A') AND g.tgtype & 11 = 11
+             WHERE {OWN_TRIGGER} AND NOT g.tgisinternal AND g.tgenabled IN ('O', 'A') AND g.tgtype & 11 = 11
              ORDER BY 1),
        EXISTS (SELECT FROM pg_catalog.pg_trigger g
-               WHERE g.tgrelid = c.oid AND NOT g.tgisinternal AND g.tgenabled IN ('O', 'A') AND g.tgtype & 8 = 8),
+               WHERE {OWN_TRIGGER} AND NOT g.tgisinternal AND g.tgenabled IN ('O', 'A') AND g.tgtype & 8 = 8),
        EXISTS (SELECT FROM pg_catalog.pg_trigger g
-               WHERE g.tgrelid = c.oid AND g.tgisinternal AND g.tgenabled IN ('D', 'R')),
+               WHERE g.tgrelid = ANY ({TREE}) AND g.tgisinternal AND g.tgenabled IN ('D', 'R')),
        CASE WHEN c.relreplident = 'n' OR c.relreplident <> 'f' AND NOT EXISTS (
                 SELECT FROM pg_catalog.pg_index i
                 WHERE i.indrelid = c.oid AND CASE c.relreplident
@@ -1521,7 +1601,7 @@ SELECT pg_catalog.row_security_active(c.oid),
                       JOIN pg_catalog.pg_publication_tables t ON t.pubname = p.pubname
                   WHERE p.pubdelete AND t.schemaname = n.nspname AND t.tablename = c.relname) END
 FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = %(oid)s
-"""
+"""  # noqa: S608, of our own text
 
 
 @dataclass(frozen=True, slots=True)
@@ -1542,10 +1622,10 @@ def identity(policy: Policy) -> dict[str, Any]:
     return {"schema": policy.table.schema, "name": policy.table.name, "judged": judged}
 
 
-def inspect(session: Session, policy: Policy, policies: Sequence[Policy]) -> Inspection:
+def inspect(session: Session, policy: Policy, policies: Sequence[Policy], options: RunOptions) -> Inspection:
     """What the catalog says of the policy's table; `policies` are all of them, this one included."""
     with session.transaction(snapshot=True) as transaction:
-        inspection = Inspection(transaction, policy)
+        inspection = Inspection(transaction, policy, options)
         inspection.look(policies)
     if inspection.table:
         try:
@@ -1563,7 +1643,8 @@ def inspect(session: Session, policy: Policy, policies: Sequence[Policy]) -> Ins
 class Inspection:
     """One look at the catalog, in one snapshot. What is wrong is reported, and the look goes on as far as it can."""
 
-    def __init__(self, transaction: Transaction, policy: Policy) -> None:
+    def __init__(self, transaction: Transaction, policy: Policy, options: RunOptions) -> None:
+        self.options = options
         self.judged: Table | None = None
         self.lifetime: Column | None = None  # where the policy does not go by it: when a row's token would expire
         self.transaction = transaction
@@ -1603,10 +1684,12 @@ class Inspection:
             return
         self.oid, relkind, is_partition, has_children, role = relations[0]
         self.role = quoted(role)
-        if relkind != "r" or is_partition or has_children:
+        partitioned = relkind == "p" and not is_partition
+        if not partitioned and (relkind != "r" or is_partition or has_children):
             kind = "a partition" if is_partition else KINDS_OF_RELATION.get(relkind, "no table")
-            self.report("partitioned" if is_partition or relkind in "rp" else "not_a_table", kind=kind)
+            self.report("inherited" if is_partition or relkind == "r" else "not_a_table", kind=kind)
             return
+        key = self.partition_key() if partitioned else ()
         ((fingerprint,),) = self.ask(f"SELECT {FINGERPRINT}", **identity(self.policy))
         self.columns = {row[0]: Column(*row) for row in self.ask(COLUMNS)}
         age = self.age()
@@ -1614,18 +1697,21 @@ class Inspection:
         references, own_action, cascades = self.references(policies)
         # chains go as quickly page by page
         if age and not age.indexed and not any(reference.own for reference in references):
-            self.report("age_unindexed", column=age.name, sql=create_index(self.name, [age.name]))
+            cure = create_index(self.name, [age.name], concurrently=not partitioned)
+            self.report("age_unindexed", column=age.name, sql=cure)
         if self.policy.parent_column in self.columns and not self.policy.only:
             self.report("all_values")
         reads = dict.fromkeys(
             [
-                *("ctid", *([age.name] if age else []), *(allowed.column for allowed in only if allowed)),
+                *([column for column, _ in key] or ["ctid"]),
+                *(*([age.name] if age else []), *(allowed.column for allowed in only if allowed)),
                 *(pair[0] for reference in references if reference.own for pair in reference.pairs),
                 *(pair[1] for reference in references for pair in reference.pairs),
             ]
         )
         self.privileges(list(reads))
-        triggered = self.hindrances()
+        self.sight_of_standbys()
+        triggered, no_vacuum = self.hindrances(), self.refusal_to_vacuum()
         if age is None or not all(only):
             return
         self.lifetime = self.find_lifetime(policies)
@@ -1642,7 +1728,19 @@ class Inspection:
             references=tuple(references),
             own_action=own_action,
             cascades=cascades,
+            key=key,
+            no_vacuum=no_vacuum,
         )
+
+    def partition_key(self) -> tuple[tuple[str, str], ...]:
+        """The primary key, by which the rows of all partitions are told apart, with the types of its columns."""
+        key = self.ask(PRIMARY_KEY)
+        if not key or any(not operator.startswith("OPERATOR(pg_catalog.") for _, operator, _ in key):
+            self.report("partitions_without_key")
+        ((foreign,),) = self.ask(FOREIGN_PARTITIONS)
+        if foreign:
+            self.report("partitions_foreign", partitions=foreign)
+        return tuple((column, kind) for column, _, kind in key)
 
     def column(self, key: str, wanted: str) -> Column | None:
         if wanted not in self.columns:
@@ -1755,7 +1853,7 @@ class Inspection:
         if not indexed:
             names = {"columns": quoted(name), "constraint": "parent_column", "child": self.name}
             self.report("reference_unindexed", sql=create_index(self.name, [name]), **names)
-        return [Reference(name, self.name, ((name, *key[0]),), True, indexed)]
+        return [Reference(name, self.name, ((name, *key[0][:2]),), True, indexed)]
 
     def privileges(self, reads: Sequence[str]) -> None:
         """Whether the role may do what the statements do: read these columns, lock rows (UPDATE on any), delete."""
@@ -1777,6 +1875,26 @@ class Inspection:
             statements.insert(0, f"GRANT USAGE ON SCHEMA {quoted(schema)} TO {self.role}")
         if lacks:
             self.report("privilege_missing", privileges=", ".join(lacks), sql="; ".join(statements) + ";")
+
+    def sight_of_standbys(self) -> None:
+        """Whether the role may see how far they are behind, if it is to wait for them."""
+        if self.options.max_replication_lag:
+            ((may_see,),) = self.ask("SELECT pg_has_role('pg_read_all_stats', 'USAGE')")
+            if not may_see:
+                self.report("lag_unreadable")
+
+    def refusal_to_vacuum(self) -> str | None:
+        """Why the role may not VACUUM the table, if it is to; the server would pass over it with a mere warning."""
+        if not self.options.vacuum:
+            return None
+        ((may_vacuum, grantable),) = self.ask(VACUUM_RIGHTS)
+        if may_vacuum:
+            return None
+        leave = "leave it to autovacuum, with run.vacuum = false"
+        grant = f"GRANT MAINTAIN ON {self.name.sql} TO {self.role};  -- or {leave}"
+        self.report("vacuum_denied", cure=grant if grantable else f"{leave}: before PostgreSQL 17 only the owner may")
+        finding = self.findings[-1]
+        return f"{finding.message}: {finding.remedy}"
 
     def find_lifetime(self, policies: Sequence[Policy]) -> Column | None:
         """The column by which another policy of the table goes, or one of the usual name, if the role may read it."""
@@ -1816,41 +1934,53 @@ def create_index(table: TableName, columns: Sequence[str], *, concurrently: bool
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """How a pass goes through a table: in the order of an index on age, or by ranges of pages.
+    """How a pass goes through a table: in the order of an index on age, by ranges of pages, or, over partitions, in the
+    order of the primary key.
 
     With references the walk goes from new to old, because a chain's children are as a rule newer than their parents,
     and then goes in one pass; without, from old to new. `parts` are what statements of the walk are made of, by the
     names of their places.
     """
 
-    name: str  # as the log calls it: index or pages
+    name: str  # as the log calls it: index, pages or key
     descending: bool
     parts: dict[str, sql.Composable]
 
 
-NOWHERE = "SELECT NULL::{type} AS age, NULL::tid AS tid WHERE false"
+NOWHERE = "SELECT NULL::{type} AS age, NULL::{address_type} AS tid, false AS more WHERE false"
 # What differs between the walks; each may name those before it. An index serves a comparison of rows by its leading
-# column, and has ties in the order of the heap; ranges of pages are TID range scans. Where `only` may leave out most of
-# the rows, a batch along an index reads %(scan)s of them at most. Operators on a column are named in full: its type may
-# be a domain, for which anybody could put one of the same name into public.
+# column, and has ties in the order of addresses; ranges of pages are TID range scans. Where `only` may leave out most
+# of the rows, a batch along an index reads %(scan)s of them at most. Operators on a column are named in full: its type
+# may be a domain, for which anybody could put one of the same name into public.
 #   ahead       t lies in the walk's range and beyond its position
-#   horizon     the row at which a batch ends even if it is not full
+#   horizon     the row at which a batch ends even if it is not full, and whether there may be more behind it
 #   within      t lies no further than that
 #   up_to_last  t lies at or before the last row that was claimed (ascending walks only)
 #   passed      t was walked over before this batch (descending walks only)
 WALKS = {
     "index": {
-        "ahead": "(t.{age}, t.ctid) OPERATOR(pg_catalog.{beyond}) (%(age)s::{type}, %(tid)s::tid)",
-        "order": "t.{age} {direction}, t.ctid {direction}",
+        "ahead": "(t.{age}, {address}) OPERATOR(pg_catalog.{beyond}) (%(age)s::{type}, %(tid)s::{address_type})",
+        "order": "t.{age} {direction}, {address} {direction}",
         "horizon": """
-    SELECT t.{age} AS age, t.ctid AS tid FROM ONLY {table} t WHERE {ahead}
+    SELECT t.{age} AS age, {address} AS tid, true AS more FROM {rows} t WHERE {ahead}
         AND t.{age} OPERATOR(pg_catalog.<) %(bound)s::{type}
     ORDER BY {order} OFFSET %(scan)s::bigint - 1 LIMIT 1""",
-        "within": "(t.{age}, t.ctid) OPERATOR(pg_catalog.{up_to}) (COALESCE((SELECT age FROM horizon), {end}),"
+        "within": "(t.{age}, {address}) OPERATOR(pg_catalog.{up_to}) (COALESCE((SELECT age FROM horizon), {end}),"
         " COALESCE((SELECT tid FROM horizon), {end_tid}))",
-        "up_to_last": "(t.{age}, t.ctid) OPERATOR(pg_catalog.<=) (COALESCE((SELECT age FROM last), %(bound)s::{type}),"
-        " COALESCE((SELECT tid FROM last), '(4294967295,65535)'))",
-        "passed": "(t.{age}, t.ctid) OPERATOR(pg_catalog.>=) (%(age)s::{type}, %(tid)s::tid)",
+        "up_to_last": "(t.{age}, {address}) OPERATOR(pg_catalog.<=) (COALESCE((SELECT age FROM last),"
+        " %(bound)s::{type}), COALESCE((SELECT tid FROM last), {end_tid}))",
+        "passed": "(t.{age}, {address}) OPERATOR(pg_catalog.>=) (%(age)s::{type}, %(tid)s::{address_type})",
+    },
+    "key": {
+        "ahead": "(%(tid)s::text IS NULL OR ({key}) OPERATOR(pg_catalog.{beyond}) ({position}))",
+        "order": "{key_in_order}",
+        "horizon": """
+    SELECT NULL::{type} AS age, (array_agg(s.tid))[count(*)] AS tid, count(*) = %(scan)s::bigint AS more FROM (
+        SELECT {address} AS tid FROM {rows} t WHERE {ahead} ORDER BY {order} LIMIT %(scan)s::bigint) s
+    HAVING count(*) > 0""",
+        "within": "({key}) OPERATOR(pg_catalog.{up_to}) ({horizon_key})",
+        "up_to_last": "{within} AND ((SELECT tid FROM last) IS NULL OR ({key}) OPERATOR(pg_catalog.<=) ({last_key}))",
+        "passed": "(%(done)s::boolean OR ({key}) OPERATOR(pg_catalog.>=) ({position}))",
     },
     "pages": {
         "ahead": "t.ctid {beyond} %(tid)s::tid AND t.ctid {short_of} %(edge)s::tid",
@@ -1862,10 +1992,10 @@ WALKS = {
     },
 }
 # The fields of `Batch` that the two kinds of batch have in common.
-RESULT = """(SELECT count(*) FROM gone) AS deleted,
+RESULT = """(SELECT n FROM went) AS deleted,
        (SELECT age::text FROM last) AS last_age,
        (SELECT tid::text FROM last) AS last_tid,
-       CASE WHEN (SELECT count(*) FROM gone) > 0 THEN pg_current_xact_id()::text END AS xid,
+       CASE WHEN (SELECT n FROM went) > 0 THEN pg_current_xact_id()::text END AS xid,
        (SELECT tid::text FROM gone LIMIT 1) AS gone_tid,
        (SELECT age::text FROM gone LIMIT 1) AS gone_age,
        ARRAY (SELECT tid::text FROM claim WHERE NOT %(delete)s::boolean) AS locked,
@@ -1874,10 +2004,24 @@ RESULT = """(SELECT count(*) FROM gone) AS deleted,
 
 def walk_of(table: Table, name: str) -> Walk:
     down = bool(table.references)
+    direction = "DESC" if down else "ASC"
     parts: dict[str, sql.Composable] = {
         "age": Name(table.age),
-        "table": relation(table.name),
+        "rows": rows(table),
         "type": sql.SQL(table.age_type),
+        "address": address(table),
+        "address_type": sql.SQL(address_type(table)),
+        "key": sql.SQL(", ").join(key_columns(table)),
+        "key_in_order": sql.SQL(", ").join(
+            sql.SQL("{} {}").format(key, sql.SQL(direction)) for key in key_columns(table)
+        ),
+        "position": key_of(table, "%(tid)s"),
+        "horizon_key": key_of(table, "(SELECT tid FROM horizon)"),
+        "last_key": key_of(table, "(SELECT tid FROM last)"),
+        "at_claimed": at(table, "(SELECT tids FROM claimed WHERE %(delete)s::boolean AND {})", unchanged(table)),
+        "at_chosen": at(table, "ARRAY (SELECT tid FROM chosen WHERE %(delete)s::boolean AND {})", unchanged(table)),
+        "at_free": at(table, "ARRAY (SELECT tid FROM free)"),
+        "at_seeds": at(table, "%(seeds)s"),
         "selected": selected(table),
         "rule": predicate(table),
         "rule_in_order": predicate(table, ordered=name == "index"),
@@ -1886,10 +2030,11 @@ def walk_of(table: Table, name: str) -> Walk:
         "short_of": sql.SQL(">=" if down else "<"),
         "up_to": sql.SQL(">=" if down else "<="),
         "end": sql.SQL(("'-infinity'" if down else "%(bound)s") + f"::{table.age_type}"),
-        "end_tid": sql.SQL("'(0,0)'" if down else "'(4294967295,65535)'"),
-        "direction": sql.SQL("DESC" if down else "ASC"),
+        # before all others; of the others the age alone decides
+        "end_tid": sql.SQL("'' COLLATE \"C\"" if table.key else "'(0,0)'::tid"),
+        "direction": sql.SQL(direction),
     }
-    texts = WALKS[name] if table.only else {**WALKS[name], "horizon": NOWHERE}
+    texts = WALKS[name] if table.only or name == "key" else {**WALKS[name], "horizon": NOWHERE}
     for place, text in {**texts, "nowhere": NOWHERE, "result": RESULT}.items():
         parts[place] = sql.SQL(text).format(**parts)
     return Walk(name, down, parts)
@@ -1932,6 +2077,47 @@ def relation(name: TableName) -> sql.Composed:
     return sql.SQL("{}.{}").format(Name(name.schema), Name(name.name))
 
 
+def rows(table: Table) -> sql.Composed:
+    """Where the policy's rows are: in the table alone, or in the partitions of it."""
+    return sql.SQL("{}" if table.key else "ONLY {}").format(relation(table.name))
+
+
+def key_columns(table: Table, alias: str = "t") -> list[sql.Composed]:
+    return [sql.SQL("{}.{}").format(sql.Identifier(alias), Name(column)) for column, _ in table.key]
+
+
+def address(table: Table, alias: str = "t") -> sql.Composed:
+    """What tells a row from all others: its place in the heap. Over partitions that would name the wrong rows, so it is
+    the primary key there, as the text of an array: one value, whatever the columns of the key.
+    """
+    if not table.key:
+        return sql.SQL("{}.ctid").format(sql.Identifier(alias))
+    texts = [sql.SQL("{}::text").format(column) for column in key_columns(table, alias)]
+    return sql.SQL('(ARRAY[{}]::text COLLATE "C")').format(sql.SQL(", ").join(texts))
+
+
+def address_type(table: Table) -> str:
+    return "text" if table.key else "tid"
+
+
+def key_of(table: Table, tid: str) -> sql.Composed:
+    """The primary key that an address stands for."""
+    columns = [f"(({tid}::text::text[])[{place}])::{kind}" for place, (_, kind) in enumerate(table.key, 1)]
+    return sql.SQL(", ").join(map(sql.SQL, columns))
+
+
+def at(table: Table, addresses: str, *parts: sql.Composable) -> sql.Composed:
+    """Row t has one of these addresses, an array. By its place, or by the index of its primary key; never by a join on
+    ctid, for which the planner reads the table.
+    """
+    array = sql.SQL(addresses).format(*parts)
+    if not table.key:
+        return sql.SQL("t.ctid = ANY ({}::tid[])").format(array)
+    return sql.SQL("EXISTS (SELECT FROM unnest({}::text[]) AS a (tid) WHERE ({}) OPERATOR(pg_catalog.=) ({}))").format(
+        array, sql.SQL(", ").join(key_columns(table)), key_of(table, "a.tid")
+    )
+
+
 def refers(reference: Reference, child: str, parent: str, short: Mapping[str, str], *ours: str) -> sql.Composed:
     """`child` names `parent`, compared as the key compares. Rows of `ours` have their columns under `short` names."""
 
@@ -1952,11 +2138,12 @@ def carried(table: Table) -> dict[str, str]:
 
 
 def selected(table: Table) -> sql.Composed:
-    """The address, the age and the key columns of t."""
+    """The address, the age and the columns of t by which rows name each other."""
     columns = [
         sql.SQL("t.{} AS {}").format(Name(column), sql.Identifier(name)) for column, name in carried(table).items()
     ]
-    return sql.SQL(", ").join([sql.SQL("t.ctid AS tid, t.{} AS age").format(Name(table.age)), *columns])
+    place_and_age = sql.SQL("{} AS tid, t.{} AS age").format(address(table), Name(table.age))
+    return sql.SQL(", ").join([place_and_age, *columns])
 
 
 def parents_of(table: Table, row: str, condition: sql.Composable) -> sql.Composed:
@@ -1965,11 +2152,11 @@ def parents_of(table: Table, row: str, condition: sql.Composable) -> sql.Compose
     By the index of each parent key.
     """
     short = carried(table)
-    none = sql.SQL("SELECT {} FROM ONLY {} t WHERE false").format(selected(table), relation(table.name))
+    none = sql.SQL("SELECT {} FROM {} t WHERE false").format(selected(table), rows(table))
     branches = [
-        sql.SQL("SELECT {} FROM ONLY {} t WHERE {} AND {}").format(
+        sql.SQL("SELECT {} FROM {} t WHERE {} AND {}").format(
             selected(table),
-            relation(table.name),
+            rows(table),
             refers(reference, row, "t", short, row),
             condition,
         )
@@ -1985,22 +2172,24 @@ def simple_batch(walk: Walk) -> sql.Composed:
 WITH horizon AS MATERIALIZED (
     {horizon}
 ), claim AS MATERIALIZED (
-    SELECT t.ctid AS tid, t.{age} AS age FROM ONLY {table} t
+    SELECT {address} AS tid, t.{age} AS age FROM {rows} t
     WHERE {ahead} AND {within} AND {rule_in_order}
     ORDER BY {order} LIMIT %(limit)s::bigint
     FOR UPDATE SKIP LOCKED
+), claimed AS MATERIALIZED (  -- each reading of `claim` costs as much as a fifth of the deletion
+    SELECT count(*) AS n, array_agg(tid) AS tids, max(age) AS age FROM claim
 ), last AS MATERIALIZED (
-    (SELECT age, tid FROM claim OFFSET %(limit)s::bigint - 1)
+    SELECT age, tids[n] AS tid FROM claimed WHERE n = %(limit)s::bigint
     UNION ALL
-    SELECT age, tid FROM horizon WHERE (SELECT count(*) FROM claim) < %(limit)s::bigint
+    SELECT h.age, h.tid FROM horizon h, claimed WHERE n < %(limit)s::bigint AND h.more
 ), gone AS (
-    DELETE FROM ONLY {table} t
-    WHERE t.ctid = ANY (ARRAY (SELECT tid FROM claim WHERE %(delete)s::boolean AND {unchanged}))
-    RETURNING t.ctid AS tid, t.{age} AS age
+    DELETE FROM {rows} t WHERE {at_claimed} RETURNING {address} AS tid, t.{age} AS age
+), went AS MATERIALIZED (
+    SELECT count(*) AS n FROM gone
 )
-SELECT (SELECT count(*) FROM ONLY {table} t WHERE {ahead} AND {up_to_last} AND {rule_in_order}) AS looked,
+SELECT (SELECT count(*) FROM {rows} t WHERE {ahead} AND {up_to_last} AND {rule_in_order}) AS looked,
        0::bigint AS held,
-       (SELECT count(*) FROM claim) AS claimed,
+       (SELECT n FROM claimed) AS claimed,
        '{{}}'::text[] AS freed,
        '{{}}'::bigint[] AS held_by,
        {result}
@@ -2012,7 +2201,7 @@ def walked(walk: Walk) -> sql.Composed:
     return sql.SQL("""horizon AS MATERIALIZED (
     {horizon}
 ), look AS MATERIALIZED (
-    SELECT {selected} FROM ONLY {table} t
+    SELECT {selected} FROM {rows} t
     WHERE {ahead} AND {within} AND {rule_in_order}
     ORDER BY {order} LIMIT %(limit)s::bigint
 )""").format(**walk.parts)
@@ -2038,7 +2227,7 @@ def climbed(table: Table, walk: Walk) -> sql.Composed:
     return sql.SQL("""horizon AS MATERIALIZED (
     {nowhere}
 ), climb AS (
-    SELECT {selected} FROM ONLY {table} t WHERE t.ctid = ANY (%(seeds)s::tid[]) AND {rule}
+    SELECT {selected} FROM {rows} t WHERE {at_seeds} AND {rule}
     UNION
     SELECT p.* FROM climb c CROSS JOIN LATERAL ({parents}) p
 ), look AS MATERIALIZED (
@@ -2108,9 +2297,9 @@ WITH RECURSIVE {look}, edge AS MATERIALIZED (
 ), free AS MATERIALIZED (
     SELECT tid FROM look EXCEPT SELECT tid FROM held
 ), claim AS MATERIALIZED (
-    SELECT t.ctid AS tid FROM ONLY {table} t
-    WHERE t.ctid = ANY (ARRAY (SELECT tid FROM free)) AND {rule}
-      AND (%(locked)s::tid[] IS NULL OR t.ctid = ANY (%(locked)s::tid[]))
+    SELECT {address} AS tid FROM {rows} t
+    WHERE {at_free} AND {rule}
+      AND (%(locked)s::{address_type}[] IS NULL OR {address} = ANY (%(locked)s::{address_type}[]))
     FOR UPDATE SKIP LOCKED
 ), kept (tid) AS (
     (SELECT tid FROM free EXCEPT SELECT tid FROM claim)
@@ -2119,16 +2308,16 @@ WITH RECURSIVE {look}, edge AS MATERIALIZED (
 ), chosen AS MATERIALIZED (
     SELECT tid FROM claim EXCEPT SELECT tid FROM kept
 ), gone AS (
-    DELETE FROM ONLY {table} t
-    WHERE t.ctid = ANY (ARRAY (SELECT tid FROM chosen WHERE %(delete)s::boolean AND {unchanged}))
-    RETURNING {selected}
+    DELETE FROM {rows} t WHERE {at_chosen} RETURNING {selected}
+), went AS MATERIALIZED (
+    SELECT count(*) AS n FROM gone
 ), freed AS (
     SELECT DISTINCT p.tid FROM gone g CROSS JOIN LATERAL ({parents}) p
     WHERE NOT EXISTS (SELECT FROM look l WHERE l.tid = p.tid)
 ), last AS (
     (SELECT age, tid FROM look OFFSET %(limit)s::bigint - 1)
     UNION ALL
-    SELECT age, tid FROM horizon WHERE (SELECT count(*) FROM look) < %(limit)s::bigint
+    SELECT age, tid FROM horizon WHERE more AND (SELECT count(*) FROM look) < %(limit)s::bigint
 )
 SELECT (SELECT count(*) FROM look) AS looked,
        (SELECT count(*) FROM held) AS held,
@@ -2147,9 +2336,18 @@ SELECT (SELECT count(*) FROM look) AS looked,
 
 def explained(table: Table) -> tuple[sql.Composed, dict[str, Any]]:
     """EXPLAIN of the batch statement, and its parameters: the server says what it would refuse, and does nothing."""
-    walk = walk_of(table, "index" if table.indexed else "pages")
+    walk = walk_of(table, "index" if table.indexed else table.other_walk)
     batch = closed_batch(table, walk, walked(walk)) if table.references else simple_batch(walk)
-    position = {"age": "-infinity", "tid": "(0,0)", "edge": "(0,0)", "scan": 1, "limit": 1, "seeds": []}
+    tid = None if table.key else "(0,0)"
+    position: dict[str, Any] = {
+        "age": "-infinity",
+        "tid": tid,
+        "edge": tid,
+        "done": False,
+        "scan": 1,
+        "limit": 1,
+        "seeds": [],
+    }
     parameters = {**parameters_of(table, "-infinity"), **identity(table.policy), **position}
     return sql.SQL("EXPLAIN {}").format(batch), {**parameters, "delete": False, "locked": None}
 
@@ -2181,10 +2379,11 @@ def survey(
 
     def not_taken(alias: str, name: TableName, number: int) -> sql.Composed:
         """No policy before `number` takes this row of the table of that name."""
-        row, conditions = sql.Identifier(alias), [sql.SQL("true").format()]
+        conditions = [sql.SQL("true").format()]
         for earlier, table in enumerate(tables[:number]):
             if table.name == name:
-                stays = sql.SQL("{}.ctid IN (SELECT tid FROM {})").format(row, sql.Identifier(f"held{earlier}"))
+                held = sql.Identifier(f"held{earlier}")
+                stays = sql.SQL("{} IN (SELECT tid FROM {})").format(address(table, alias), held)
                 rule = predicate(table, alias, f"p{earlier}_")
                 conditions.append(sql.SQL("(({}) IS NOT TRUE OR {})").format(rule, stays))
         return sql.SQL(" AND ").join(conditions)
@@ -2195,26 +2394,27 @@ def survey(
         parameters |= parameters_of(table, table.bound(now), f"p{number}_")
         rule = predicate(table, "t", f"p{number}_")
         condition = sql.SQL("{} AND {}").format(rule, not_taken("t", table.name, number))
-        starts = [sql.SQL("SELECT {} FROM ONLY {} t WHERE false").format(selected(table), relation(table.name))]
+        starts = [sql.SQL("SELECT {} FROM {} t WHERE false").format(selected(table), rows(table))]
         for reference in table.references:
             stays = not_taken("x", reference.child, number)
             if reference.own:
                 stays = sql.SQL("({}) IS NOT TRUE AND {}").format(predicate(table, "x", f"p{number}_"), stays)
             starts.append(
-                sql.SQL("SELECT {} FROM {} x JOIN ONLY {} t ON {} WHERE {} AND {}").format(
+                sql.SQL("SELECT {} FROM {} x JOIN {} t ON {} WHERE {} AND {}").format(
                     selected(table),
                     relation(reference.child),
-                    relation(table.name),
+                    rows(table),
                     refers(reference, "x", "t", {}),
                     condition,
                     stays,
                 )
             )
         if number == len(tables) - 1:
-            named = sql.SQL("SELECT {} FROM ONLY {} t WHERE t.ctid = ANY (%({})s::tid[]) AND {}")
             unseen, kept = (
-                named.format(selected(table), relation(table.name), sql.SQL(which), condition)
-                for which in ("hidden", "refused")
+                sql.SQL("SELECT {} FROM {} t WHERE {} AND {}").format(
+                    selected(table), rows(table), at(table, which), condition
+                )
+                for which in ("%(hidden)s", "%(refused)s")
             )
             held_by_them = sql.SQL("SELECT p.* FROM ({}) u CROSS JOIN LATERAL ({}) p")
             starts += [unseen, held_by_them.format(kept, parents_of(table, "u", condition))]
@@ -2230,10 +2430,11 @@ SELECT count(*), count(*) FILTER (WHERE r.held),
        count(*) FILTER (WHERE NOT r.held AND r.age OPERATOR(pg_catalog.<) %(late)s::{type}),
        CASE WHEN count(*) FILTER (WHERE NOT r.held) > 0 THEN EXTRACT(EPOCH FROM %(cutoff)s::timestamp - GREATEST(
            '0001-01-01'::timestamp, (min(r.age) FILTER (WHERE NOT r.held){over})::timestamp))::float8 END
-FROM (SELECT t.{age} AS age, t.ctid IN (SELECT tid FROM {held}) AS held
-      FROM ONLY {table} t WHERE {rule} AND {not_taken}) r""").format(
+FROM (SELECT t.{age} AS age, {address} IN (SELECT tid FROM {held}) AS held
+      FROM {rows} t WHERE {rule} AND {not_taken}) r""").format(
         ctes=sql.SQL(", ").join(ctes),
-        table=relation(table.name),
+        rows=rows(table),
+        address=address(table),
         age=Name(table.age),
         type=sql.SQL(table.age_type),
         over=sql.SQL(" + 1" if table.age_type == "date" else ""),  # a date is over at the next midnight
@@ -2270,7 +2471,7 @@ def census(table: Table, lifetime: Column | None) -> sql.Composed:
        count(*) FILTER (WHERE {age} < '2000-01-01'::{type} AND {allowed}),
        count(*) FILTER (WHERE {age} > %(late)s::{type} AND isfinite({age}) AND {allowed}),
        count(*) FILTER (WHERE {alive})""").format(**parts)
-    return sql.SQL("SELECT {} FROM ONLY {} t").format(sql.SQL(", ").join([counts, *used]), relation(table.name))
+    return sql.SQL("SELECT {} FROM {} t").format(sql.SQL(", ").join([counts, *used]), rows(table))
 
 
 # ── The log ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -2297,9 +2498,12 @@ CONNECT_RETRIED = Event("connect_retried", "8f57563ba8cb4e65b24071576872d624")
 JOB_STARTED = Event("job_started", "8be5866cf939403d83e8277c8197ac8d")
 PHASE_STARTED = Event("phase_started", "66c0c15ba496482d91b41fc4d2679204")
 BATCH_DELETED = Event("batch_deleted", "7a1c8af61b79448d81a6da9fa53c46bf")
+STANDBY_AWAITED = Event("standby_awaited", "11040931e9ce4ca08d883e89a8a7f06d")
 BATCH_RETRIED = Event("batch_retried", "6340cf10498a48dfbbbfa031aafd452c")
 PHASE_COMPLETED = Event("phase_completed", "4b50381d6b5e46938ad24669a6a526d1")
 PHASE_FAILED = Event("phase_failed", "cfd189ef71d94205afac29b7556588a8", Level.ERROR)
+TABLE_VACUUMED = Event("table_vacuumed", "15d1e9c020ce4697b8b65518ae95b001")
+VACUUM_SKIPPED = Event("vacuum_skipped", "9913204a403e4b719cb438e810b91505")
 JOB_COMPLETED = Event("job_completed", "922ac7c65dad43cfae0e5940cc1f34bc")
 JOB_FAILED = Event("job_failed", "cc2bccc63a2544e2b925f69c5e295d2a", Level.ERROR)
 JOB_SKIPPED = Event("job_skipped", "b58b7f19fef548588ec0d44ea0529539")
@@ -3193,6 +3397,19 @@ class Report:
         self.view.show(policy.name, self.words(), self.phase_deleted, total)
         self.record.progress(self.log.job_run_id, policy.name, self.deleted)
 
+    def standby_awaited(self, policy: Policy, standby: str, lag: float) -> None:
+        """The next batch waits until the standby, so many seconds behind, has caught up."""
+        self.log.emit(
+            STANDBY_AWAITED, "waiting for a standby", PHASE=policy.name, STANDBY=standby, LAG_MS=round(lag * 1000)
+        )
+        self.view.show(policy.name, "waiting for a standby", self.phase_deleted, self.estimate, urgent=True)
+
+    def vacuumed(self, table: TableName, seconds: float, why_not: str | None) -> None:
+        if why_not is None:
+            self.log.emit(TABLE_VACUUMED, "table vacuumed", TABLE=table, DURATION_MS=round(seconds * 1000))
+        else:
+            self.log.emit(VACUUM_SKIPPED, "table not vacuumed", TABLE=table, ERROR=why_not)
+
     def count(self, policy: Policy, deleted: int) -> None:
         self.deleted += deleted
         self.phase_deleted += deleted
@@ -3226,6 +3443,7 @@ class Report:
             "BLOCKED": outcome.blocked,
             "BLOCKED_BY": outcome.blocked_by,
             "UNDELETABLE": outcome.undeletable,
+            "REPLICATION_WAIT_MS": outcome.replication_wait_ms,
         }
         removed = "unknown" if outcome.deleted is None else f"{outcome.deleted:,}"
         error = outcome.error
@@ -3377,19 +3595,24 @@ class Tally:
             self.undeletable, self.left = self.undeletable + batch.claimed, self.left - batch.claimed
 
 
+LONGEST_STRETCH = 4  # such a batch costs as much as one that deletes
+
+
+def stretched(stretch: int, batch: Batch, limit: int) -> int:
+    """How many times as many rows as it may delete the next batch reads, where few of them are the policy's."""
+    return min(LONGEST_STRETCH, stretch * 2) if batch.looked < limit / 2 else max(1, stretch // 2)
+
+
 class AlongIndex:
-    """A position in the order of age. `done` once a batch found the end.
+    """A position in the order of age. `done` once a batch found the end."""
 
-    A batch reads `stretch` times as many rows as it may delete where few of them are the policy's.
-    """
-
-    # Rows of one age are sorted again by each batch that starts among them; from here on a walk by pages is cheaper.
+    # Rows of one age are sorted again by each batch that starts among them; from here on the other walk is cheaper.
     MANY_OF_ONE_AGE = 1000
-    LONGEST_STRETCH = 4  # such a batch costs as much as one that deletes
 
-    def __init__(self, walk: Walk, bound: str) -> None:
-        self.walk = walk
-        self.age, self.tid = (bound if walk.descending else "-infinity"), "(0,0)"
+    def __init__(self, walk: Walk, bound: str, first: str) -> None:
+        """`first` is an address before all others."""
+        self.walk, self.first = walk, first
+        self.age, self.tid = (bound if walk.descending else "-infinity"), first
         self.of_one_age = 0
         self.stretch = 1
         self.done = False
@@ -3405,13 +3628,29 @@ class AlongIndex:
         if batch.last_age is None or batch.last_tid is None:
             self.done = True
             if self.walk.descending:  # everything counts as walked over now
-                self.age, self.tid = "-infinity", "(0,0)"
+                self.age, self.tid = "-infinity", self.first
             return
         self.of_one_age = self.of_one_age + limit * self.stretch if batch.last_age == self.age else 0
-        self.stretch = (
-            min(self.LONGEST_STRETCH, self.stretch * 2) if batch.looked < limit / 2 else max(1, self.stretch // 2)
-        )
+        self.stretch = stretched(self.stretch, batch, limit)
         self.age, self.tid = batch.last_age, batch.last_tid
+
+
+class AlongKey:
+    """A position in the order of the primary key, over all partitions. `done` once a batch found the end."""
+
+    crowded = False
+
+    def __init__(self) -> None:
+        self.tid: str | None = None
+        self.stretch = 1
+        self.done = False
+
+    def parameters(self, limit: int) -> dict[str, Any]:
+        return {"tid": self.tid, "scan": limit * self.stretch, "done": self.done}
+
+    def advance(self, batch: Batch, limit: int) -> None:
+        self.tid, self.done = batch.last_tid, batch.last_tid is None
+        self.stretch = stretched(self.stretch, batch, limit)
 
 
 class AcrossPages:
@@ -3458,6 +3697,54 @@ class AcrossPages:
 SHAPE = "pg_relation_filenode(%(oid)s::oid::regclass)::bigint"
 
 
+# Standbys that follow by replaying; not those who only copy the database, nor who decode its changes.
+STANDBYS = """
+SELECT r.application_name, r.state IS NULL, r.replay_lsn - '0/0', EXTRACT(EPOCH FROM r.replay_lag)::float8,
+       pg_current_wal_lsn() - '0/0', current_user::text
+FROM pg_stat_replication r
+WHERE COALESCE(r.state IN ('streaming', 'catchup'), true) AND NOT EXISTS (
+    SELECT FROM pg_replication_slots s WHERE s.active_pid = r.pid AND s.slot_type = 'logical')
+"""
+
+
+class Standbys:
+    """How far the standbys are behind, and whether that is more than they may be.
+
+    The server's own measure stands still while a standby does. So what counts, too, is for how long a standby has
+    lacked what had been written when we looked.
+    """
+
+    INTERVAL = 1.0  # seconds between two looks, each of which is a transaction
+
+    def __init__(self, session: Session, allowed: dt.timedelta) -> None:
+        self.session = session
+        self.allowed = allowed.total_seconds()
+        self.written: list[tuple[float, int]] = []  # when, in seconds of `clock`, how many bytes had been
+        self.looked = -math.inf
+        self.late: tuple[str, float] | None = None
+
+    def behind(self) -> tuple[str, float] | None:
+        """The standby that is furthest behind, by its name, and by how many seconds, if these are more than allowed."""
+        if clock() - self.looked >= self.INTERVAL:
+            with self.session.transaction(snapshot=True) as transaction:
+                found = transaction.execute(STANDBYS).fetchall()
+            self.looked = clock()
+            self.late = max(self.lags(found), key=lambda late: late[1], default=None)
+        return self.late if self.late and self.late[1] > self.allowed else None
+
+    def lags(self, found: Sequence[tuple[Any, ...]]) -> Iterator[tuple[str, float]]:
+        if found:
+            self.written.append((self.looked, int(found[0][4])))
+        for name, hidden, replayed, reported, _, role in found:
+            if hidden:
+                raise Finding.of("lag_unreadable", role=quoted(role)).failure()
+            since = [moment for moment, end in self.written if end > (replayed or 0)]
+            if since:
+                yield name, max(self.looked - since[0], reported or 0.0)
+        everywhere = min((int(row[2] or 0) for row in found), default=0)
+        self.written = [(moment, end) for moment, end in self.written if end > everywhere]
+
+
 @dataclass
 class Phase:
     """The work on one table; `run` returns the stop reason, and the counts stand whatever ended it."""
@@ -3469,6 +3756,10 @@ class Phase:
     FRUITLESS = 4  # passes that claim rows and delete none
     RECONNECT_FOR = 30.0  # seconds
     SETTLE = 0.4  # seconds, of what is left of the five after a signal
+    # How long a batch may take, in seconds: what the online service feels of it, where the pause is "auto", and else
+    # what it would wait for a row. Where even the smallest takes longer, twice as long as that, for what it costs.
+    UNNOTICED, LONGEST = 0.02, 1.0
+    FIRST = 500  # rows, of the first batch that is to go unnoticed
 
     session: Session
     table: Table
@@ -3477,7 +3768,11 @@ class Phase:
     share: float  # seconds of `clock`: when its share of the budget is spent, and when the night window closes
     window: float
     report: Report
+    standbys: Standbys | None = None
     deleted: int | None = 0
+    waited: float = 0.0  # seconds, for standbys
+    waiting: bool = False
+    quickest: float = math.inf  # seconds, of the batches so far
     blockers: set[str] = field(default_factory=set)
     hidden: list[str] = field(default_factory=list)  # addresses of rows that were found blocked by trying
     refused: list[str] = field(default_factory=list)  # addresses of undeletable rows
@@ -3488,13 +3783,14 @@ class Phase:
     in_doubt: Batch | None = None
     reconnected: bool = False
     finished: bool = False  # the tally is of a whole pass, after which nothing more can go
-    file: int = 0
+    file: int | None = 0
     pages: int = 0
 
     def __post_init__(self) -> None:
         self.bound = self.table.bound(self.now)
-        self.size = self.limit = self.table.policy.batch_size or self.options.batch_size
-        self.begin_pass(by_pages=not self.table.indexed)
+        self.size = self.table.policy.batch_size or self.options.batch_size
+        self.limit = min(self.size, self.FIRST) if self.options.pause is None else self.size
+        self.begin_pass(out_of_order=not self.table.indexed)
 
     @property
     def end(self) -> float:
@@ -3504,22 +3800,41 @@ class Phase:
         """Why it must end now; the budget leaves it the first batch, the window does not."""
         if self.session.interrupts.requested:
             return "signal"
-        return "budget" if clock() >= (self.end if self.progressed else self.window) else None
+        return "budget" if clock() >= (self.end if self.progressed or self.waiting else self.window) else None
 
-    def begin_pass(self, *, by_pages: bool) -> None:
-        """Start a pass, its counts from nothing."""
-        self.by_pages = by_pages
-        self.walk = walk_of(self.table, "pages" if by_pages else "index")
+    def held_back(self) -> bool:
+        """Whether a standby is too far behind for another batch; if so, a moment has been waited."""
+        late = self.standbys and self.standbys.behind()
+        if late and not self.waiting:
+            self.report.standby_awaited(self.table.policy, *late)
+        self.waiting = bool(late)
+        if self.waiting:
+            began, pause = clock(), min(Standbys.INTERVAL, max(0.0, self.end - clock()))
+            sign_of_life(pause)
+            self.session.interrupts.sleep(pause)
+            self.waited += clock() - began
+        return self.waiting
+
+    def adapted(self, limit: int, seconds: float) -> int:
+        """How large the next batch may be, one of `limit` rows having taken so many seconds; twice that at most."""
+        self.quickest = min(self.quickest, seconds)
+        allowed = max(self.UNNOTICED if self.options.pause is None else self.LONGEST, 2 * self.quickest)
+        return max(1, min(self.size, 2 * limit, int(limit * allowed / max(seconds, 0.001))))
+
+    def begin_pass(self, *, out_of_order: bool) -> None:
+        """Start a pass, its counts from nothing; `out_of_order` where the order of age is not to be followed."""
+        self.out_of_order = out_of_order
+        self.walk = walk_of(self.table, self.table.other_walk if out_of_order else "index")
         if self.table.references:
-            self.walk_statement = closed_batch(self.table, self.walk, walked(self.walk))
-            self.climb_statement = closed_batch(self.table, self.walk, climbed(self.table, self.walk))
+            self.walk_statement: Query = closed_batch(self.table, self.walk, walked(self.walk))
+            self.climb_statement: Query = closed_batch(self.table, self.walk, climbed(self.table, self.walk))
         else:
             self.walk_statement = self.climb_statement = simple_batch(self.walk)
         self.tally = Tally()
         self.seeds: dict[str, None] = {}
-        self.position: AlongIndex | AcrossPages | None = None
+        self.position: AlongIndex | AlongKey | AcrossPages | None = None
 
-    def first_position(self) -> AlongIndex | AcrossPages:
+    def first_position(self) -> AlongIndex | AlongKey | AcrossPages:
         """The first position of a pass; remembers what the table's file is, and how long."""
         query = sql.SQL(
             "SELECT {}, pg_relation_size(c.oid::regclass) / current_setting('block_size')::bigint,"
@@ -3531,9 +3846,11 @@ class Phase:
         if row is None:
             raise PolicyFailedError(f"table {self.table.name} does not exist any more", "42P01")
         self.file, self.pages, rows_per_page = row
-        if not self.by_pages:
+        if not self.out_of_order:
             self.pages = 2**32 - 1  # what is appended has its place in the index
-            return AlongIndex(self.walk, self.bound)
+            return AlongIndex(self.walk, self.bound, "" if self.table.key else "(0,0)")
+        if self.table.key:
+            return AlongKey()
         return AcrossPages(self.walk, self.pages, max(rows_per_page, 0.01), self.limit)
 
     def run(self) -> str:
@@ -3559,7 +3876,7 @@ class Phase:
             elif tally.missed:  # another session may have changed the rows just then
                 self.session.interrupts.sleep(0.2)
             self.finished = False
-            self.begin_pass(by_pages=self.by_pages)
+            self.begin_pass(out_of_order=self.out_of_order)
 
     def failure(self, code: str, **names: object) -> RetentionError:
         return Finding.of(code, self.table.policy.name, table=self.table.name, **names).failure()
@@ -3567,11 +3884,14 @@ class Phase:
     def moved(self) -> bool:
         """Whether rows of the policy may stand where this pass has not been.
 
-        So it is when the table was written anew, or when rows were changed and so appended to it.
+        So it is when the table was written anew, or when rows were changed and so appended to it; their places in an
+        index, to which a key walk keeps, are not changed by that.
         """
+        if self.table.key:
+            return False
         query = sql.SQL(
-            "SELECT {shape}, EXISTS (SELECT FROM ONLY {table} t WHERE t.ctid >= %(end)s::tid AND {predicate})"
-        ).format(shape=sql.SQL(SHAPE), table=relation(self.table.name), predicate=predicate(self.table))
+            "SELECT {shape}, EXISTS (SELECT FROM {rows} t WHERE t.ctid >= %(end)s::tid AND {predicate})"
+        ).format(shape=sql.SQL(SHAPE), rows=rows(self.table), predicate=predicate(self.table))
         parameters = {**parameters_of(self.table, self.bound), "oid": self.table.oid, "end": f"({self.pages},0)"}
         try:
             with self.session.transaction(WALKING, snapshot=True) as transaction:
@@ -3591,6 +3911,8 @@ class Phase:
             limit, started = self.limit, clock()
             refused = None
             try:
+                if self.held_back():
+                    continue
                 batch = self.execute(seeds, limit)
             except psycopg.Error as error:
                 recovered = self.recover(error, seeds)
@@ -3610,11 +3932,11 @@ class Phase:
             else:
                 self.position.advance(batch, limit)
             self.seeds.update(dict.fromkeys(batch.freed))
-            self.limit = min(self.size, self.limit * 2) if refused is None else 1
+            self.limit = self.adapted(limit, seconds) if refused is None else 1
             if batch.deleted:
                 self.report.batch_deleted(self.table.policy, batch.deleted, limit, seconds)
             if self.position.crowded:
-                self.begin_pass(by_pages=True)
+                self.begin_pass(out_of_order=True)
             elif batch.deleted and not (self.position.done and not self.seeds):
                 wait = seconds if self.options.pause is None else self.options.pause / UNITS["s"]
                 wait = min(wait, self.end - clock())
@@ -3626,6 +3948,7 @@ class Phase:
         """One batch in one transaction. `in_doubt` holds its result while its COMMIT is under way."""
         if self.position is None:
             self.position = self.first_position()
+            self.render()
         parameters = {
             **parameters_of(self.table, self.bound),
             **self.position.parameters(limit),
@@ -3652,6 +3975,14 @@ class Phase:
             self.in_doubt = batch if batch.xid else None
         self.in_doubt = None
         return batch
+
+    def render(self) -> None:
+        """Put the statements of this pass into the text that is sent: that takes as long as a small batch."""
+        composed = (self.walk_statement, self.climb_statement)
+        self.walk_statement, self.climb_statement = (
+            statement.as_bytes(self.session.connection) if isinstance(statement, sql.Composed) else statement
+            for statement in composed
+        )
 
     def recover(self, error: psycopg.Error, seeds: list[str]) -> tuple[Batch, str | None] | None:
         """Do what the error calls for: None to try again, a batch with the reason why its one row stays, or raise."""
@@ -3686,9 +4017,9 @@ class Phase:
                 return self.leave_row(error, failure, seeds)
         if verdict is Verdict.SMALLER or silent:
             self.limit = max(1, self.limit // self.SHRINK)
-        if smallest and error.sqlstate == "57014" and not self.by_pages:
+        if smallest and error.sqlstate == "57014" and not self.out_of_order:
             # the index may lead through too many rows of no interest before the first that is
-            self.begin_pass(by_pages=True)
+            self.begin_pass(out_of_order=True)
         self.session.interrupts.sleep(min(0.05 * 2**self.failures, 2.0))
         return None
 
@@ -3760,9 +4091,12 @@ class Phase:
         while its server process has not come to an end.
         """
         status = "SELECT pg_xact_status(%(xid)s::xid8)"
-        witness = sql.SQL(
-            "SELECT NOT EXISTS (SELECT FROM ONLY {} t WHERE t.ctid = %(gone_tid)s::tid AND t.{} = %(gone_age)s::{})"
-        ).format(relation(self.table.name), Name(self.table.age), sql.SQL(self.table.age_type))
+        witness = sql.SQL("SELECT NOT EXISTS (SELECT FROM {} t WHERE {} AND t.{} = %(gone_age)s::{})").format(
+            rows(self.table),
+            at(self.table, "ARRAY[%(gone_tid)s]"),
+            Name(self.table.age),
+            sql.SQL(self.table.age_type),
+        )
         try:
             with self.session.transaction(snapshot=True) as transaction:
                 row = transaction.row(status, {"xid": batch.xid})
@@ -3791,8 +4125,8 @@ class Phase:
 
     def estimate(self) -> int | None:
         """How many rows the planner thinks will go, for which nothing is read; None if it does not say."""
-        query = sql.SQL("EXPLAIN (FORMAT JSON) SELECT FROM ONLY {} t WHERE {}").format(
-            relation(self.table.name), predicate(self.table)
+        query = sql.SQL("EXPLAIN (FORMAT JSON) SELECT FROM {} t WHERE {}").format(
+            rows(self.table), predicate(self.table)
         )
         try:
             with self.session.transaction(snapshot=True) as transaction:
@@ -3924,6 +4258,7 @@ class Outcome:
     error: RetentionError | None = None
     started: bool = False
     seconds: float = 0.0
+    replication_wait_ms: int | None = None  # where run.max_replication_lag is set
 
     @property
     def drained(self) -> bool:
@@ -3940,6 +4275,7 @@ class Outcome:
             deleted: self.deleted,
             **some(("backlog", "blocked", "undeletable", "stop_reason"), self),
             "error": self.error and self.error.json(),
+            **known({"replication_wait_ms": self.replication_wait_ms}),
         }
 
     def history(self) -> dict[str, Any]:
@@ -4147,12 +4483,56 @@ def run_phases(
     """The phases in order. What one leaves of its share of the budget, the next ones have."""
     tables = [braked(job, table, now, report.record) for table in tables]
     report.job_started(now, [table for table in tables if isinstance(table, Table)])
+    allowed = job.config.run.max_replication_lag
+    standbys = Standbys(job.session, allowed) if allowed else None
     failed: RunFailedError | None = None  # what no policy can go on after
     for number, (policy, table) in enumerate(zip(job.policies, tables, strict=True)):
         share = clock() + max(0.0, job.end - clock()) / (len(tables) - number)
-        outcome = run_phase(job, policy, failed or table, now, share, report)
+        outcome = run_phase(job, policy, failed or table, now, share, report, standbys)
         failed = failed or (outcome.error if isinstance(outcome.error, RunFailedError) else None)
         result.outcomes.append(outcome)
+    if job.config.run.vacuum:
+        lost = {o.policy.table for o in result.outcomes if o.deleted != 0}
+        for table in {
+            table.name: table for table in tables if isinstance(table, Table) and table.name in lost
+        }.values():
+            began = clock()
+            why_not = vacuum(job, table)
+            report.vacuumed(table.name, clock() - began, why_not)
+
+
+# How many of the table, or of its partitions, were not vacuumed since.
+NOT_VACUUMED = f"""
+SELECT count(*) FROM pg_class c JOIN pg_class r ON r.oid = ANY ({TREE}) AND r.relkind = 'r'
+    JOIN pg_stat_all_tables s ON s.relid = r.oid
+WHERE c.oid = %(oid)s AND (s.last_vacuum < %(began)s::timestamptz) IS NOT FALSE
+"""  # noqa: S608, of our own text
+
+
+def vacuum(job: Job, table: Table) -> str | None:
+    """VACUUM (ANALYZE) a table for as long as budget and window last; why it was not done, if it was not."""
+    seconds = job.end - clock()
+    if table.no_vacuum:
+        return table.no_vacuum
+    if job.session.interrupts.requested or seconds <= 0:
+        return "no time was left"
+    try:
+        with job.session.transaction(snapshot=True) as transaction:
+            (began,) = transaction.row("SELECT clock_timestamp()::text")
+        # one that is locked, by another VACUUM for example, is not waited for
+        statement = sql.SQL("VACUUM (ANALYZE, SKIP_LOCKED) {}").format(
+            sql.Identifier(table.name.schema, table.name.name)
+        )
+        job.session.execute_alone(statement, seconds)
+        with job.session.transaction(snapshot=True) as transaction:
+            (missed,) = transaction.row(NOT_VACUUMED.encode(), {"oid": table.oid, "began": began})
+        return "the server passed over it: it was locked, perhaps" if missed else None
+    except psycopg.errors.QueryCanceled:
+        return "it took too long"
+    except psycopg.Error as error:
+        return describe(error)
+    except StoppedError:
+        return "the run was stopped"
 
 
 def braked(job: Job, table: Table | RetentionError, now: dt.datetime, record: Record) -> Table | RetentionError:
@@ -4166,7 +4546,7 @@ def braked(job: Job, table: Table | RetentionError, now: dt.datetime, record: Re
 def inspect_safely(job: Job, policy: Policy, *, again: bool = True) -> Table | RetentionError:
     """The policy's table, or the reason why it cannot be purged; a lost connection is made `again`, once."""
     try:
-        inspection = inspect(job.session, policy, job.config.enabled)
+        inspection = inspect(job.session, policy, job.config.enabled, job.config.run)
     except psycopg.Error as error:
         if not again or judge(error) is not Verdict.RECONNECT:
             return failure_of(error)
@@ -4196,6 +4576,7 @@ def run_phase(
     now: dt.datetime,
     share: float,
     report: Report,
+    standbys: Standbys | None,
 ) -> Outcome:
     """One policy from phase_started to phase_completed or phase_failed; raises nothing."""
     outcome = Outcome(policy, now)
@@ -4204,7 +4585,7 @@ def run_phase(
     try:
         if not isinstance(table, Table):
             raise table
-        phase = Phase(job.session, table, now, job.config.run, share, job.window_end, report)
+        phase = Phase(job.session, table, now, job.config.run, share, job.window_end, report, standbys)
         outcome.started = True
         report.phase_started(policy, now, phase.walk.name)
         if report.view.shows:
@@ -4223,6 +4604,7 @@ def run_phase(
     if phase:
         outcome.deleted = phase.deleted
         outcome.error = outcome.error or phase.refusal
+        outcome.replication_wait_ms = round(phase.waited * 1000) if standbys else None
         outcome.blocked_by = ", ".join(sorted(phase.blockers)) or None
         count_what_stays(phase, outcome, job.end)
     if outcome.error:
@@ -4323,7 +4705,7 @@ def check(job: Job) -> list[Finding]:
     findings += judge_state(job, now)
     for policy in job.policies:
         try:
-            inspection = inspect(session, policy, config.enabled)
+            inspection = inspect(session, policy, config.enabled, config.run)
             findings += inspection.findings
             if inspection.table:
                 findings += examine(job, inspection.table, inspection.lifetime, now)
@@ -4726,6 +5108,17 @@ def show_policy(name: str, policy: dict[str, Any], now: dt.datetime) -> Iterator
 # executed: by us, over a connection, or by psql. Each has the comment above what it writes, and is asked once, or for
 # each table, or for each age column of one.
 
+MAINTAINING = (
+    "table",
+    "It may VACUUM the tables. (From PostgreSQL 17 on; before, only their owner may.)",
+    """SELECT format('GRANT MAINTAIN ON %s TO %I', {table}::regclass, {role})
+WHERE current_setting('server_version_num')::int >= 170000""",
+)
+SEEING_STANDBYS = (
+    "once",
+    "It sees how far standbys are behind.",
+    "SELECT format('GRANT pg_read_all_stats TO %I', {role})",
+)
 SETUP = (
     (
         "table",
@@ -4768,6 +5161,10 @@ FROM t JOIN pg_class c ON c.oid = t.oid OR EXISTS (
     WHERE k.conrelid = t.oid OR k.confdeltype IN ('a', 'r')
     UNION
     SELECT name FROM key WHERE cardinality({parents}) > 0
+    UNION
+    SELECT a.attname FROM t JOIN pg_class c ON c.oid = t.oid AND c.relkind = 'p'  -- whose rows are found by their key
+        JOIN pg_index i ON i.indrelid = t.oid AND i.indisprimary
+        JOIN pg_attribute a ON a.attrelid = t.oid AND a.attnum = ANY (i.indkey)
 )
 SELECT format('GRANT SELECT (%s), UPDATE (%I), DELETE ON %s TO %I',
     (SELECT string_agg(quote_ident(name), ', ' ORDER BY name <> 'ctid', name) FROM needed),
@@ -4808,7 +5205,8 @@ WHERE NOT {child_index}""",
     (
         "age",
         "With these indexes the job reads what has to go, instead of the whole table.",
-        """SELECT format('CREATE INDEX CONCURRENTLY IF NOT EXISTS %I ON %s (%I)',
+        """SELECT format('CREATE INDEX %sIF NOT EXISTS %I ON %s (%I)',
+    CASE c.relkind WHEN 'p' THEN '' ELSE 'CONCURRENTLY ' END,
     concat('session_retention_', to_hex(hashtext(c.relname || a.attname)), '_', c.relname, '_', a.attname)::name,
     c.oid::regclass, a.attname)
 FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid
@@ -4831,12 +5229,16 @@ FOUND_TABLE = """(SELECT c.oid FROM pg_class c JOIN pg_namespace n ON n.oid = c.
     WHERE n.nspname = {schema} AND c.relname = {name})"""
 
 
-def setup(policies: Sequence[Policy], role: str) -> Iterator[tuple[str, list[sql.Composed]]]:
-    """The comments of SETUP, each with its queries for these policies."""
+def setup(config: Configuration, role: str) -> Iterator[tuple[str, list[sql.Composed]]]:
+    """The comments of SETUP, each with its queries for the enabled policies."""
     tables: dict[TableName, list[Policy]] = {}
-    for policy in policies:
+    for policy in config.enabled:
         tables.setdefault(policy.table, []).append(policy)
-    for scope, comment, query in SETUP:
+    wanted = [
+        *([MAINTAINING] if config.run.vacuum else []),
+        *([SEEING_STANDBYS] if config.run.max_replication_lag else []),
+    ]
+    for scope, comment, query in [*SETUP, *wanted]:
         queries = []
         for name, of_table in tables.items():
             parents = [policy.parent_column for policy in of_table if policy.parent_column]
@@ -4860,13 +5262,13 @@ def setup(policies: Sequence[Policy], role: str) -> Iterator[tuple[str, list[sql
 
 # What the configuration has wrong: nothing is to be granted for it.
 MISTAKES = """
-    table_missing not_a_table partitioned column_missing age_type value_type value_impossible parent_without_key
-    parent_type"""
+    table_missing not_a_table inherited partitions_without_key partitions_foreign column_missing age_type value_type
+    value_impossible parent_without_key parent_type"""
 
 
-def refuse_mistakes(session: Session, policies: Sequence[Policy]) -> None:
+def refuse_mistakes(session: Session, policies: Sequence[Policy], options: RunOptions) -> None:
     """RetentionError names every table and column that is not what a policy takes it for."""
-    findings = [finding for policy in policies for finding in inspect(session, policy, policies).findings]
+    findings = [finding for policy in policies for finding in inspect(session, policy, policies, options).findings]
     mistakes = [finding for finding in findings if finding.code in MISTAKES.split()]
     if mistakes:
         raise RetentionError("; ".join(f"{finding.message}; {finding.remedy}" for finding in mistakes))
@@ -4886,8 +5288,8 @@ def print_sql(arguments: argparse.Namespace) -> Exit:
             lines.append("\\set ON_ERROR_STOP on")
         try:
             if session.connection:
-                refuse_mistakes(session, config.enabled)
-            for comment, queries in setup(config.enabled, role):
+                refuse_mistakes(session, config.enabled, config.run)
+            for comment, queries in setup(config, role):
                 if session.connection is None:
                     statements = [f"{query.as_string(None)}\n\\gexec" for query in queries]
                 else:

@@ -177,7 +177,7 @@ class Proxy:
 class Link(threading.Thread):
     """One connection through the proxy."""
 
-    BEGIN, STATEMENT, COMMIT = b"BEGIN\0", b"gone AS (", b"COMMIT\0"
+    BEGIN, STATEMENT, COMMIT = b"BEGIN ISOLATION", b"gone AS (", b"COMMIT\0"
 
     def __init__(self, proxy: Proxy, client: socket.socket) -> None:
         super().__init__(daemon=True)

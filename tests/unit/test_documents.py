@@ -63,7 +63,7 @@ def test_the_example_leaves_no_key_out(program: Program) -> None:
     assert {key for section in [*effective.values(), *policies] for key in section} <= set(KEYS)
 
 
-@pytest.mark.parametrize("line", [line for line in SWITCHED_OFF if not line.startswith("max_replication_lag")])
+@pytest.mark.parametrize("line", SWITCHED_OFF)
 def test_what_the_example_shows_switched_off_can_be_switched_on(program: Program, line: str) -> None:
     """A commented line is one that the program accepts."""
     printed(program, EXAMPLE.replace(f"\n#{line}\n", f"\n{line}\n"))
@@ -74,17 +74,6 @@ def test_the_example_of_a_policy_that_ends_replay_detection_is_valid(program: Pr
     early = re.sub(r"^#", "", EARLY, flags=re.MULTILINE)
     config = f"{SHOWN}[policy.tokens_revoked_early]{early}"
     assert "tokens_revoked_early" in printed(program, config)["policy"]
-
-
-@pytest.mark.parametrize(
-    ("absent", "present"),
-    [('#max_replication_lag = "10s"', 'max_replication_lag = "10s"'), ("vacuum = false", "vacuum = true")],
-)
-def test_what_the_documents_say_is_refused_is_refused(program: Program, absent: str, present: str) -> None:
-    """A key for a later version is an error of the configuration, named."""
-    result = program.inside(EXAMPLE.replace(absent, present), "--print-config")
-    assert result.returncode == 78
-    assert present.split()[0] in result.output
 
 
 @pytest.mark.parametrize("key", KEYS)
