@@ -778,8 +778,7 @@ WALKING = {
     **dict.fromkeys(("enable_seqscan", "enable_bitmapscan", "enable_sort", "enable_mergejoin"), "off"),
     **dict.fromkeys(("enable_indexscan", "enable_tidscan", "enable_incremental_sort", "enable_nestloop"), "on"),
     **dict.fromkeys(("enable_hashjoin", "enable_hashagg", "enable_material"), "on"),
-    "plan_cache_mode": "force_custom_plan",
-    "work_mem": "16MB",
+    "plan_cache_mode": "auto",  # custom plans for our statements, one plan for all the checks of a foreign key
 }
 # For the survey, which reads a whole table once: references are followed by key, never by hashing a table per step.
 # The generous memory only keeps the planner from giving up hashing for the sets of row addresses.
@@ -1229,8 +1228,8 @@ not_a_table error 42809
 inherited error 42809
     {table} is {kind}, not a table of its own
     -> name the partitioned table; tables that inherit from each other are not purged
-partitions_without_key error 42809
-    {table} is partitioned and has no primary key of built-in types, by which alone its rows can be told apart
+key_missing error 42809
+    {table} is {spread} and has no primary key of built-in types, by which alone its rows can be told apart
     -> add a primary key
 partitions_foreign error 42809
     {table} has partitions that are foreign tables: {partitions}
@@ -1423,7 +1422,7 @@ class Table:
     indexed: bool  # a walk in the order of age is cheap
     references: tuple[Reference, ...]
     own_action: bool  # a self reference would delete or change children along with a parent
-    key: tuple[tuple[str, str], ...]  # of a partitioned table the primary key: columns and their types
+    key: tuple[tuple[str, str], ...]  # the primary key, columns and types, where a place in the heap names no row
     no_vacuum: str | None  # why this role may not VACUUM it
     cascades: tuple[TableName, ...]  # tables from which a delete here takes rows along, by leave of allow_cascade
 
@@ -1470,6 +1469,8 @@ OWN_TRIGGER = f"g.tgrelid = ANY ({TREE}) AND (g.tgrelid = c.oid OR g.tgparentid 
 FINGERPRINT = f"""COALESCE((
     SELECT pg_catalog.concat_ws(' ', c.oid, c.relkind, c.relispartition,
         c.relkind <> 'p' AND EXISTS (SELECT FROM pg_catalog.pg_inherits i WHERE i.inhparent = c.oid),
+        (SELECT i.indexrelid FROM pg_catalog.pg_index i
+         WHERE (c.relkind = 'p' OR c.relam <> 2) AND i.indrelid = c.oid AND i.indisprimary AND i.indisvalid),
         (SELECT pg_catalog.string_agg(pg_catalog.concat(g.oid, g.tgenabled), ',' ORDER BY g.oid)
          FROM pg_catalog.pg_trigger g WHERE {OWN_TRIGGER}),
         (SELECT pg_catalog.string_agg(pg_catalog.concat(a.attnum, ':', a.atttypid), ',' ORDER BY a.attnum)
@@ -1478,10 +1479,14 @@ FINGERPRINT = f"""COALESCE((
     WHERE n.nspname = %(schema)s AND c.relname = %(name)s), '')"""  # noqa: S608, of our own text
 RELATION = """
 SELECT c.oid::bigint, c.relkind::text, c.relispartition,
-       EXISTS (SELECT FROM pg_catalog.pg_inherits i WHERE i.inhparent = c.oid), current_user::text
+       EXISTS (SELECT FROM pg_catalog.pg_inherits i WHERE i.inhparent = c.oid), current_user::text,
+       (SELECT a.amname::text FROM pg_catalog.pg_am a WHERE a.oid = c.relam),
+       to_regclass('pg_catalog.pg_dist_partition') IS NOT NULL
 FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
 WHERE n.nspname = %(schema)s AND c.relname = %(name)s
 """
+# Citus keeps the rows of a table on other servers, and says so in a catalog of its own.
+DISTRIBUTED = "SELECT EXISTS (SELECT FROM pg_catalog.pg_dist_partition d WHERE d.logicalrelid = %(oid)s::oid)"
 # An index that a walk can follow both ways: ASC NULLS LAST or DESC NULLS FIRST.
 AGE_INDEX = """EXISTS (
     SELECT FROM pg_catalog.pg_index i
@@ -1504,9 +1509,11 @@ SELECT r.attname, r.type::bigint, t.typtype = 'e', t.typcategory = 'S', pg_catal
        {AGE_INDEX.format(relation="%(oid)s", attnum="r.attnum")}
 FROM resolved r JOIN pg_catalog.pg_type t ON t.oid = r.type WHERE t.typtype <> 'd'
 """  # noqa: S608, of our own text
-# With the operator that is "equal" to its index (strategy 3 of a btree).
+# With the operator that is "equal" to its index (strategy 3 of a btree), and what a text is cast to for it: the type
+# without its modifier, which may change, in the collation of the index.
 PRIMARY_KEY = """
-SELECT a.attname::text, format('OPERATOR(%%I.%%s)', n.nspname, o.oprname), format_type(a.atttypid, a.atttypmod)
+SELECT a.attname::text, format('OPERATOR(%%I.%%s)', n.nspname, o.oprname),
+       concat(format_type(a.atttypid, -1), ' COLLATE ' || NULLIF(a.attcollation, 0)::regcollation)
 FROM pg_catalog.pg_index i
     CROSS JOIN unnest(i.indkey::int2[], i.indclass::oid[]) WITH ORDINALITY AS u (attnum, class, position)
     JOIN pg_catalog.pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = u.attnum
@@ -1515,7 +1522,7 @@ FROM pg_catalog.pg_index i
         AND m.amoplefttype = c.opcintype AND m.amoprighttype = c.opcintype
     JOIN pg_catalog.pg_operator o ON o.oid = m.amopopr
     JOIN pg_catalog.pg_namespace n ON n.oid = o.oprnamespace
-WHERE i.indrelid = %(oid)s AND i.indisprimary
+WHERE i.indrelid = %(oid)s AND i.indisprimary AND i.indisvalid  -- partitions may not have it yet: it is not unique then
 ORDER BY u.position
 """
 FOREIGN_PARTITIONS = """
@@ -1537,13 +1544,15 @@ CHILD_INDEX = """EXISTS (
 REFERENCES = f"""
 WITH RECURSIVE reached AS (
     SELECT k.oid, k.conrelid, k.confrelid, k.confdeltype FROM pg_catalog.pg_constraint k
-    WHERE k.contype = 'f' AND k.confrelid = %(oid)s AND k.conparentid = 0
+    WHERE k.contype = 'f' AND k.confrelid = ANY ({TREE.replace("c.oid", "%(oid)s::oid")}) AND k.conparentid = 0
     UNION
     SELECT k.oid, k.conrelid, k.confrelid, k.confdeltype
-    FROM reached r JOIN pg_catalog.pg_constraint k ON k.confrelid = r.conrelid
+    FROM reached r JOIN pg_catalog.pg_constraint k ON k.confrelid = ANY ({TREE.replace("c.oid", "r.conrelid")})
     WHERE r.confdeltype = 'c' AND k.contype = 'f' AND k.conparentid = 0
 )
-SELECT k.conname::text, n.nspname::text, c.relname::text, k.confrelid = %(oid)s AS direct, k.conrelid = k.confrelid,
+SELECT k.conname::text, n.nspname::text, c.relname::text,
+       k.confrelid = ANY ({TREE.replace("c.oid", "%(oid)s::oid")}) AS direct,
+       k.conrelid = k.confrelid AND k.confrelid = %(oid)s,
        k.confdeltype::text,
        ARRAY(SELECT ARRAY[x.attname::text, p.attname::text, concat(
                  CASE WHEN p.attcollation <> x.attcollation THEN 'COLLATE ' || l.oid::pg_catalog.regcollation END,
@@ -1593,10 +1602,10 @@ SELECT pg_catalog.row_security_active(c.oid),
                WHERE {OWN_TRIGGER} AND NOT g.tgisinternal AND g.tgenabled IN ('O', 'A') AND g.tgtype & 8 = 8),
        EXISTS (SELECT FROM pg_catalog.pg_trigger g
                WHERE g.tgrelid = ANY ({TREE}) AND g.tgisinternal AND g.tgenabled IN ('D', 'R')),
-       CASE WHEN c.relreplident = 'n' OR c.relreplident <> 'f' AND NOT EXISTS (
+       CASE WHEN c.relkind <> 'p' AND (c.relreplident = 'n' OR c.relreplident <> 'f' AND NOT EXISTS (
                 SELECT FROM pg_catalog.pg_index i
                 WHERE i.indrelid = c.oid AND CASE c.relreplident
-                    WHEN 'd' THEN i.indisprimary AND i.indimmediate ELSE i.indisreplident END)
+                    WHEN 'd' THEN i.indisprimary AND i.indimmediate ELSE i.indisreplident END))
             THEN (SELECT min(p.pubname)::text FROM pg_catalog.pg_publication p
                       JOIN pg_catalog.pg_publication_tables t ON t.pubname = p.pubname
                   WHERE p.pubdelete AND t.schemaname = n.nspname AND t.tablename = c.relname) END
@@ -1682,14 +1691,21 @@ class Inspection:
             ((database,),) = self.ask("SELECT current_database()")
             self.report("table_missing", database=database)
             return
-        self.oid, relkind, is_partition, has_children, role = relations[0]
+        self.oid, relkind, is_partition, has_children, role, method, citus = relations[0]
         self.role = quoted(role)
         partitioned = relkind == "p" and not is_partition
         if not partitioned and (relkind != "r" or is_partition or has_children):
             kind = "a partition" if is_partition else KINDS_OF_RELATION.get(relkind, "no table")
             self.report("inherited" if is_partition or relkind == "r" else "not_a_table", kind=kind)
             return
-        key = self.partition_key() if partitioned else ()
+        spread = ""
+        if partitioned:
+            spread = "partitioned"
+        elif citus and self.ask(DISTRIBUTED) == [(True,)]:
+            spread = "distributed"
+        elif method != "heap":
+            spread = f"stored by {method}"
+        key = self.key(spread) if spread else ()
         ((fingerprint,),) = self.ask(f"SELECT {FINGERPRINT}", **identity(self.policy))
         self.columns = {row[0]: Column(*row) for row in self.ask(COLUMNS)}
         age = self.age()
@@ -1703,7 +1719,7 @@ class Inspection:
             self.report("all_values")
         reads = dict.fromkeys(
             [
-                *([column for column, _ in key] or ["ctid"]),
+                *([column for column, _ in key] if spread else ["ctid"]),
                 *(*([age.name] if age else []), *(allowed.column for allowed in only if allowed)),
                 *(pair[0] for reference in references if reference.own for pair in reference.pairs),
                 *(pair[1] for reference in references for pair in reference.pairs),
@@ -1732,14 +1748,14 @@ class Inspection:
             no_vacuum=no_vacuum,
         )
 
-    def partition_key(self) -> tuple[tuple[str, str], ...]:
-        """The primary key, by which the rows of all partitions are told apart, with the types of its columns."""
+    def key(self, spread: str) -> tuple[tuple[str, str], ...]:
+        """The primary key, with the types of its columns: what names a row where its place in the heap does not."""
         key = self.ask(PRIMARY_KEY)
-        if not key or any(not operator.startswith("OPERATOR(pg_catalog.") for _, operator, _ in key):
-            self.report("partitions_without_key")
         ((foreign,),) = self.ask(FOREIGN_PARTITIONS)
-        if foreign:
+        if foreign:  # with which there can be no key
             self.report("partitions_foreign", partitions=foreign)
+        elif not key or any(not operator.startswith("OPERATOR(pg_catalog.") for _, operator, _ in key):
+            self.report("key_missing", spread=spread)
         return tuple((column, kind) for column, _, kind in key)
 
     def column(self, key: str, wanted: str) -> Column | None:
@@ -1947,50 +1963,42 @@ class Walk:
     parts: dict[str, sql.Composable]
 
 
-NOWHERE = "SELECT NULL::{type} AS age, NULL::{address_type} AS tid, false AS more WHERE false"
-# What differs between the walks; each may name those before it. An index serves a comparison of rows by its leading
-# column, and has ties in the order of addresses; ranges of pages are TID range scans. Where `only` may leave out most
-# of the rows, a batch along an index reads %(scan)s of them at most. Operators on a column are named in full: its type
-# may be a domain, for which anybody could put one of the same name into public.
+# What differs between the walks. An index serves a comparison of rows by its leading column, and has ties in the order
+# of addresses; ranges of pages are TID range scans. Operators on a column are named in full: its type may be a domain,
+# for which anybody could put one of the same name into public.
 #   ahead       t lies in the walk's range and beyond its position
-#   horizon     the row at which a batch ends even if it is not full, and whether there may be more behind it
-#   within      t lies no further than that
-#   up_to_last  t lies at or before the last row that was claimed (ascending walks only)
 #   passed      t was walked over before this batch (descending walks only)
 WALKS = {
     "index": {
         "ahead": "(t.{age}, {address}) OPERATOR(pg_catalog.{beyond}) (%(age)s::{type}, %(tid)s::{address_type})",
         "order": "t.{age} {direction}, {address} {direction}",
-        "horizon": """
-    SELECT t.{age} AS age, {address} AS tid, true AS more FROM {rows} t WHERE {ahead}
-        AND t.{age} OPERATOR(pg_catalog.<) %(bound)s::{type}
-    ORDER BY {order} OFFSET %(scan)s::bigint - 1 LIMIT 1""",
-        "within": "(t.{age}, {address}) OPERATOR(pg_catalog.{up_to}) (COALESCE((SELECT age FROM horizon), {end}),"
-        " COALESCE((SELECT tid FROM horizon), {end_tid}))",
-        "up_to_last": "(t.{age}, {address}) OPERATOR(pg_catalog.<=) (COALESCE((SELECT age FROM last),"
-        " %(bound)s::{type}), COALESCE((SELECT tid FROM last), {end_tid}))",
         "passed": "(t.{age}, {address}) OPERATOR(pg_catalog.>=) (%(age)s::{type}, %(tid)s::{address_type})",
     },
     "key": {
         "ahead": "(%(tid)s::text IS NULL OR ({key}) OPERATOR(pg_catalog.{beyond}) ({position}))",
         "order": "{key_in_order}",
-        "horizon": """
-    SELECT NULL::{type} AS age, (array_agg(s.tid))[count(*)] AS tid, count(*) = %(scan)s::bigint AS more FROM (
-        SELECT {address} AS tid FROM {rows} t WHERE {ahead} ORDER BY {order} LIMIT %(scan)s::bigint) s
-    HAVING count(*) > 0""",
-        "within": "({key}) OPERATOR(pg_catalog.{up_to}) ({horizon_key})",
-        "up_to_last": "{within} AND ((SELECT tid FROM last) IS NULL OR ({key}) OPERATOR(pg_catalog.<=) ({last_key}))",
         "passed": "(%(done)s::boolean OR ({key}) OPERATOR(pg_catalog.>=) ({position}))",
     },
     "pages": {
         "ahead": "t.ctid {beyond} %(tid)s::tid AND t.ctid {short_of} %(edge)s::tid",
         "order": "t.ctid {direction}",
-        "horizon": NOWHERE,
-        "within": "true",
-        "up_to_last": "t.ctid <= COALESCE((SELECT tid FROM last), %(edge)s::tid)",
         "passed": "t.ctid >= %(tid)s::tid",
     },
 }
+NOWHERE = "horizon AS MATERIALIZED (SELECT NULL::{type} AS age, NULL::{address_type} AS tid WHERE false)"
+# The next rows of the policy; `horizon`, if there is one, is the row at which a batch ends even if it is not full.
+LOOK = """{nowhere}, look AS MATERIALIZED (
+    SELECT {selected} FROM {rows} t WHERE {ahead} AND {rule_in_order} ORDER BY {order} LIMIT %(limit)s::bigint
+)"""
+# Where the walk leads through rows that are not the policy's, it may be most of them: a batch reads %(scan)s at most.
+SCANNING_LOOK = """scanned AS MATERIALIZED (
+    SELECT {selected}, {chosen} AS chosen FROM {rows} t WHERE {ahead} AND {in_order}
+    ORDER BY {order} LIMIT %(scan)s::bigint
+), horizon AS MATERIALIZED (
+    SELECT age, tid FROM scanned OFFSET %(scan)s::bigint - 1
+), look AS MATERIALIZED (
+    SELECT * FROM scanned WHERE chosen LIMIT %(limit)s::bigint
+)"""
 # The fields of `Batch` that the two kinds of batch have in common.
 RESULT = """(SELECT n FROM went) AS deleted,
        (SELECT age::text FROM last) AS last_age,
@@ -1999,7 +2007,7 @@ RESULT = """(SELECT n FROM went) AS deleted,
        (SELECT tid::text FROM gone LIMIT 1) AS gone_tid,
        (SELECT age::text FROM gone LIMIT 1) AS gone_age,
        ARRAY (SELECT tid::text FROM claim WHERE NOT %(delete)s::boolean) AS locked,
-       {unchanged} AS unchanged"""
+       (SELECT unchanged FROM judged) AS unchanged"""
 
 
 def walk_of(table: Table, name: str) -> Walk:
@@ -2016,26 +2024,25 @@ def walk_of(table: Table, name: str) -> Walk:
             sql.SQL("{} {}").format(key, sql.SQL(direction)) for key in key_columns(table)
         ),
         "position": key_of(table, "%(tid)s"),
-        "horizon_key": key_of(table, "(SELECT tid FROM horizon)"),
-        "last_key": key_of(table, "(SELECT tid FROM last)"),
-        "at_claimed": at(table, "(SELECT tids FROM claimed WHERE %(delete)s::boolean AND {})", unchanged(table)),
-        "at_chosen": at(table, "ARRAY (SELECT tid FROM chosen WHERE %(delete)s::boolean AND {})", unchanged(table)),
+        "at_seen": at(table, "(SELECT tids FROM seen)"),
+        "at_claimed": at(table, "(SELECT tids FROM claimed, judged WHERE %(delete)s::boolean AND unchanged)"),
+        "at_chosen": at(table, "ARRAY (SELECT tid FROM chosen, judged WHERE %(delete)s::boolean AND unchanged)"),
+        "once_more": sql.SQL("AND {}").format(predicate(table)) if table.key else sql.SQL(""),  # a key is a mere value
         "at_free": at(table, "ARRAY (SELECT tid FROM free)"),
         "at_seeds": at(table, "%(seeds)s"),
         "selected": selected(table),
         "rule": predicate(table),
         "rule_in_order": predicate(table, ordered=name == "index"),
-        "unchanged": unchanged(table),
+        "judged": sql.SQL("judged AS MATERIALIZED (SELECT {} AS unchanged)").format(unchanged(table)),
         "beyond": sql.SQL("<" if down else ">"),
         "short_of": sql.SQL(">=" if down else "<"),
-        "up_to": sql.SQL(">=" if down else "<="),
-        "end": sql.SQL(("'-infinity'" if down else "%(bound)s") + f"::{table.age_type}"),
-        # before all others; of the others the age alone decides
-        "end_tid": sql.SQL("'' COLLATE \"C\"" if table.key else "'(0,0)'::tid"),
+        "in_order": old(table) if name == "index" else sql.SQL("true"),
+        "chosen": allowed(table) if name == "index" else predicate(table),
         "direction": sql.SQL(direction),
     }
-    texts = WALKS[name] if table.only or name == "key" else {**WALKS[name], "horizon": NOWHERE}
-    for place, text in {**texts, "nowhere": NOWHERE, "result": RESULT}.items():
+    scanning = name == "key" or (name == "index" and table.only)
+    look = SCANNING_LOOK if scanning else LOOK
+    for place, text in {**WALKS[name], "nowhere": NOWHERE, "look": look, "result": RESULT}.items():
         parts[place] = sql.SQL(text).format(**parts)
     return Walk(name, down, parts)
 
@@ -2045,11 +2052,13 @@ def predicate(table: Table, alias: str = "t", policy: str = "", *, ordered: bool
 
     `policy` is a prefix of the parameters' names, for statements about several policies.
     """
-    row = sql.Identifier(alias)
-    older = "{}.{} OPERATOR(pg_catalog.<) " + f"%({policy}bound)s::{table.age_type}"
-    old = sql.SQL(older).format(row, Name(table.age))
-    age = old if ordered else sql.SQL("({}) IS TRUE").format(old)
+    age = old(table, alias, policy) if ordered else sql.SQL("({}) IS TRUE").format(old(table, alias, policy))
     return sql.SQL("{} AND {}").format(age, allowed(table, alias, policy))
+
+
+def old(table: Table, alias: str = "t", policy: str = "") -> sql.Composed:
+    older = "{}.{} OPERATOR(pg_catalog.<) " + f"%({policy}bound)s::{table.age_type}"
+    return sql.SQL(older).format(sql.Identifier(alias), Name(table.age))
 
 
 def allowed(table: Table, alias: str = "t", policy: str = "") -> sql.Composed:
@@ -2102,15 +2111,16 @@ def address_type(table: Table) -> str:
 
 def key_of(table: Table, tid: str) -> sql.Composed:
     """The primary key that an address stands for."""
-    columns = [f"(({tid}::text::text[])[{place}])::{kind}" for place, (_, kind) in enumerate(table.key, 1)]
+    kinds = [kind.replace("%", "%%") for _, kind in table.key]
+    columns = [f"(({tid}::text::text[])[{place}])::{kind}" for place, kind in enumerate(kinds, 1)]
     return sql.SQL(", ").join(map(sql.SQL, columns))
 
 
-def at(table: Table, addresses: str, *parts: sql.Composable) -> sql.Composed:
+def at(table: Table, addresses: str) -> sql.Composed:
     """Row t has one of these addresses, an array. By its place, or by the index of its primary key; never by a join on
     ctid, for which the planner reads the table.
     """
-    array = sql.SQL(addresses).format(*parts)
+    array = sql.SQL(addresses)
     if not table.key:
         return sql.SQL("t.ctid = ANY ({}::tid[])").format(array)
     return sql.SQL("EXISTS (SELECT FROM unnest({}::text[]) AS a (tid) WHERE ({}) OPERATOR(pg_catalog.=) ({}))").format(
@@ -2146,10 +2156,12 @@ def selected(table: Table) -> sql.Composed:
     return sql.SQL(", ").join([place_and_age, *columns])
 
 
-def parents_of(table: Table, row: str, condition: sql.Composable) -> sql.Composed:
+def parents_of(
+    table: Table, row: str, condition: sql.Composable, references: Sequence[Reference] | None = None
+) -> sql.Composed:
     """The rows that `row` (of `selected` columns) names and that satisfy the condition on t; for CROSS JOIN LATERAL.
 
-    By the index of each parent key.
+    By the index of each parent key; `references` are those of the table unless they are given.
     """
     short = carried(table)
     none = sql.SQL("SELECT {} FROM {} t WHERE false").format(selected(table), rows(table))
@@ -2160,51 +2172,41 @@ def parents_of(table: Table, row: str, condition: sql.Composable) -> sql.Compose
             refers(reference, row, "t", short, row),
             condition,
         )
-        for reference in table.references
+        for reference in (table.references if references is None else references)
         if reference.own
     ]
     return sql.SQL(" UNION ALL ").join([none, *branches])
 
 
 def simple_batch(walk: Walk) -> sql.Composed:
-    """Claim and delete where nothing refers to the rows. By the walk's index or page range; locks what it claims."""
+    """Look at rows, claim them and delete them, where nothing refers to them.
+
+    The table is read once, by the walk's index or page range; then its rows by their addresses. Sets are counted where
+    they are gathered: each further reading of them costs a tenth of the deletion.
+    """
     return sql.SQL("""
-WITH horizon AS MATERIALIZED (
-    {horizon}
+WITH {judged}, {look}, seen AS MATERIALIZED (
+    SELECT count(*) AS n, array_agg(tid) AS tids, max(age) AS age FROM look
 ), claim AS MATERIALIZED (
-    SELECT {address} AS tid, t.{age} AS age FROM {rows} t
-    WHERE {ahead} AND {within} AND {rule_in_order}
-    ORDER BY {order} LIMIT %(limit)s::bigint
-    FOR UPDATE SKIP LOCKED
-), claimed AS MATERIALIZED (  -- each reading of `claim` costs as much as a fifth of the deletion
-    SELECT count(*) AS n, array_agg(tid) AS tids, max(age) AS age FROM claim
-), last AS MATERIALIZED (
-    SELECT age, tids[n] AS tid FROM claimed WHERE n = %(limit)s::bigint
-    UNION ALL
-    SELECT h.age, h.tid FROM horizon h, claimed WHERE n < %(limit)s::bigint AND h.more
+    SELECT {address} AS tid FROM {rows} t WHERE {at_seen} AND {rule} FOR UPDATE SKIP LOCKED
+), claimed AS MATERIALIZED (
+    SELECT count(*) AS n, array_agg(tid) AS tids FROM claim
 ), gone AS (
-    DELETE FROM {rows} t WHERE {at_claimed} RETURNING {address} AS tid, t.{age} AS age
+    DELETE FROM {rows} t WHERE {at_claimed} {once_more} RETURNING {address} AS tid, t.{age} AS age
 ), went AS MATERIALIZED (
     SELECT count(*) AS n FROM gone
+), last AS MATERIALIZED (
+    SELECT age, tids[n] AS tid FROM seen WHERE n = %(limit)s::bigint
+    UNION ALL
+    SELECT h.age, h.tid FROM horizon h, seen WHERE seen.n < %(limit)s::bigint
 )
-SELECT (SELECT count(*) FROM {rows} t WHERE {ahead} AND {up_to_last} AND {rule_in_order}) AS looked,
+SELECT (SELECT n FROM seen) AS looked,
        0::bigint AS held,
        (SELECT n FROM claimed) AS claimed,
        '{{}}'::text[] AS freed,
        '{{}}'::bigint[] AS held_by,
        {result}
 """).format(**walk.parts)
-
-
-def walked(walk: Walk) -> sql.Composed:
-    """The next rows of the walk. By its index or page range; locks nothing."""
-    return sql.SQL("""horizon AS MATERIALIZED (
-    {horizon}
-), look AS MATERIALIZED (
-    SELECT {selected} FROM {rows} t
-    WHERE {ahead} AND {within} AND {rule_in_order}
-    ORDER BY {order} LIMIT %(limit)s::bigint
-)""").format(**walk.parts)
 
 
 def passed(walk: Walk) -> sql.Composed:
@@ -2224,9 +2226,7 @@ def climbed(table: Table, walk: Walk) -> sql.Composed:
         for reference in table.references
     )
     condition = sql.SQL("{} AND {} = 1").format(passed(walk), referrers)
-    return sql.SQL("""horizon AS MATERIALIZED (
-    {nowhere}
-), climb AS (
+    return sql.SQL("""{nowhere}, climb AS (
     SELECT {selected} FROM {rows} t WHERE {at_seeds} AND {rule}
     UNION
     SELECT p.* FROM climb c CROSS JOIN LATERAL ({parents}) p
@@ -2278,7 +2278,24 @@ def named_outside(table: Table) -> sql.Composed:
     )
 
 
-def closed_batch(table: Table, walk: Walk, look: sql.Composed) -> sql.Composed:
+def named_behind(table: Table, walk: Walk) -> sql.Composed:
+    """Rows behind the walk that a deleted row named. Those that it named inside the look are not looked up."""
+    outward = """SELECT p.tid FROM (
+        SELECT * FROM gone g WHERE NOT EXISTS (SELECT FROM edge e WHERE e.child = g.tid AND e.reference = {}) OFFSET 0
+    ) g CROSS JOIN LATERAL ({}) p"""
+    return sql.SQL(" UNION ALL ").join(
+        [
+            sql.SQL("SELECT tid FROM gone WHERE false"),
+            *(
+                sql.SQL(outward).format(number, parents_of(table, "g", passed(walk), [reference]))
+                for number, reference in enumerate(table.references)
+                if reference.own
+            ),
+        ]
+    )
+
+
+def closed_batch(table: Table, walk: Walk, look: sql.Composable) -> sql.Composed:
     """Look at rows, keep those to which a row that stays refers, then claim and delete the rest.
 
     `held` goes from the rows named from outside the look to all that they name in turn. Rows are locked only when
@@ -2286,7 +2303,7 @@ def closed_batch(table: Table, walk: Walk, look: sql.Composed) -> sql.Composed:
     could not be claimed. `freed` are rows behind the walk that a deleted row named: what held them may be gone.
     """
     return sql.SQL("""
-WITH RECURSIVE {look}, edge AS MATERIALIZED (
+WITH RECURSIVE {judged}, {look}, edge AS MATERIALIZED (
     {named_inside}
 ), counted AS MATERIALIZED (
     {named_outside}
@@ -2308,36 +2325,36 @@ WITH RECURSIVE {look}, edge AS MATERIALIZED (
 ), chosen AS MATERIALIZED (
     SELECT tid FROM claim EXCEPT SELECT tid FROM kept
 ), gone AS (
-    DELETE FROM {rows} t WHERE {at_chosen} RETURNING {selected}
+    DELETE FROM {rows} t WHERE {at_chosen} {once_more} RETURNING {selected}
 ), went AS MATERIALIZED (
     SELECT count(*) AS n FROM gone
 ), freed AS (
-    SELECT DISTINCT p.tid FROM gone g CROSS JOIN LATERAL ({parents}) p
-    WHERE NOT EXISTS (SELECT FROM look l WHERE l.tid = p.tid)
+    SELECT DISTINCT tid FROM ({named_behind}) p
+), seen AS MATERIALIZED (
+    SELECT count(*) AS n FROM look
 ), last AS (
     (SELECT age, tid FROM look OFFSET %(limit)s::bigint - 1)
     UNION ALL
-    SELECT age, tid FROM horizon WHERE more AND (SELECT count(*) FROM look) < %(limit)s::bigint
+    SELECT age, tid FROM horizon WHERE (SELECT n FROM seen) < %(limit)s::bigint
 )
-SELECT (SELECT count(*) FROM look) AS looked,
+SELECT (SELECT n FROM seen) AS looked,
        (SELECT count(*) FROM held) AS held,
        (SELECT count(*) FROM chosen) AS claimed,
        ARRAY (SELECT tid::text FROM freed) AS freed,
        ARRAY (SELECT DISTINCT held_by::bigint FROM counted WHERE held_by IS NOT NULL) AS held_by,
        {result}
 """).format(
-        **walk.parts,
-        look=look,
+        **{**walk.parts, "look": look},
         named_inside=named_inside(table),
         named_outside=named_outside(table),
-        parents=parents_of(table, "g", passed(walk)),
+        named_behind=named_behind(table, walk),
     )
 
 
 def explained(table: Table) -> tuple[sql.Composed, dict[str, Any]]:
     """EXPLAIN of the batch statement, and its parameters: the server says what it would refuse, and does nothing."""
     walk = walk_of(table, "index" if table.indexed else table.other_walk)
-    batch = closed_batch(table, walk, walked(walk)) if table.references else simple_batch(walk)
+    batch = closed_batch(table, walk, walk.parts["look"]) if table.references else simple_batch(walk)
     tid = None if table.key else "(0,0)"
     position: dict[str, Any] = {
         "age": "-infinity",
@@ -3693,8 +3710,11 @@ class AcrossPages:
             self.open_range(self.edge)
 
 
-# Another number when the table's file is another, after VACUUM FULL for example.
-SHAPE = "pg_relation_filenode(%(oid)s::oid::regclass)::bigint"
+# Another number when the table's file is another, after VACUUM FULL for example, or its partitions are others.
+SHAPE = """(SELECT CASE s.relkind WHEN 'p' THEN (
+        SELECT hashtextextended(string_agg(p.relid::oid::text, ',' ORDER BY p.relid::oid), 0)
+        FROM pg_partition_tree(s.oid) p)
+    ELSE pg_relation_filenode(s.oid)::bigint END FROM pg_class s WHERE s.oid = %(oid)s::oid)"""
 
 
 # Standbys that follow by replaying; not those who only copy the database, nor who decode its changes.
@@ -3760,6 +3780,7 @@ class Phase:
     # what it would wait for a row. Where even the smallest takes longer, twice as long as that, for what it costs.
     UNNOTICED, LONGEST = 0.02, 1.0
     FIRST = 500  # rows, of the first batch that is to go unnoticed
+    MANY = 10_000  # rows deleted along an index, after which the planner is asked whether it would follow it
 
     session: Session
     table: Table
@@ -3773,6 +3794,7 @@ class Phase:
     waited: float = 0.0  # seconds, for standbys
     waiting: bool = False
     quickest: float = math.inf  # seconds, of the batches so far
+    asked: bool = False
     blockers: set[str] = field(default_factory=set)
     hidden: list[str] = field(default_factory=list)  # addresses of rows that were found blocked by trying
     refused: list[str] = field(default_factory=list)  # addresses of undeletable rows
@@ -3789,6 +3811,8 @@ class Phase:
     def __post_init__(self) -> None:
         self.bound = self.table.bound(self.now)
         self.size = self.table.policy.batch_size or self.options.batch_size
+        # for the sets of a batch: much more would be cleared in vain at each, which took half of the time
+        self.settings = {**WALKING, "work_mem": f"{min(65_536, max(1024, self.size // 5))}kB"}
         self.limit = min(self.size, self.FIRST) if self.options.pause is None else self.size
         self.begin_pass(out_of_order=not self.table.indexed)
 
@@ -3826,7 +3850,7 @@ class Phase:
         self.out_of_order = out_of_order
         self.walk = walk_of(self.table, self.table.other_walk if out_of_order else "index")
         if self.table.references:
-            self.walk_statement: Query = closed_batch(self.table, self.walk, walked(self.walk))
+            self.walk_statement: Query = closed_batch(self.table, self.walk, self.walk.parts["look"])
             self.climb_statement: Query = closed_batch(self.table, self.walk, climbed(self.table, self.walk))
         else:
             self.walk_statement = self.climb_statement = simple_batch(self.walk)
@@ -3847,7 +3871,6 @@ class Phase:
             raise PolicyFailedError(f"table {self.table.name} does not exist any more", "42P01")
         self.file, self.pages, rows_per_page = row
         if not self.out_of_order:
-            self.pages = 2**32 - 1  # what is appended has its place in the index
             return AlongIndex(self.walk, self.bound, "" if self.table.key else "(0,0)")
         if self.table.key:
             return AlongKey()
@@ -3878,20 +3901,33 @@ class Phase:
             self.finished = False
             self.begin_pass(out_of_order=self.out_of_order)
 
+    def better_by_pages(self) -> bool:
+        """Whether the rest is reached sooner page by page: asked once, when the index has led to many rows.
+
+        So it is where much of the table goes and the heap is not in the order of age. Statistics of yesterday may be
+        wrong about it; then the table is read once in vain.
+        """
+        many = self.deleted is not None and self.deleted >= self.MANY
+        if self.asked or not many or self.out_of_order or self.table.references or self.table.key:
+            return False
+        self.asked = True
+        return bool(self.planned().get("Node Type") == "Seq Scan")
+
     def failure(self, code: str, **names: object) -> RetentionError:
         return Finding.of(code, self.table.policy.name, table=self.table.name, **names).failure()
 
     def moved(self) -> bool:
         """Whether rows of the policy may stand where this pass has not been.
 
-        So it is when the table was written anew, or when rows were changed and so appended to it; their places in an
-        index, to which a key walk keeps, are not changed by that.
+        So it is when the table was written anew or has other partitions, or when rows were changed and so appended to
+        its pages; their places in an index are not changed by that.
         """
-        if self.table.key:
-            return False
-        query = sql.SQL(
-            "SELECT {shape}, EXISTS (SELECT FROM {rows} t WHERE t.ctid >= %(end)s::tid AND {predicate})"
-        ).format(shape=sql.SQL(SHAPE), rows=rows(self.table), predicate=predicate(self.table))
+        appended = sql.SQL("false").format()
+        if self.walk.name == "pages":
+            appended = sql.SQL("EXISTS (SELECT FROM {} t WHERE t.ctid >= %(end)s::tid AND {})").format(
+                rows(self.table), predicate(self.table)
+            )
+        query = sql.SQL("SELECT {}, {}").format(sql.SQL(SHAPE), appended)
         parameters = {**parameters_of(self.table, self.bound), "oid": self.table.oid, "end": f"({self.pages},0)"}
         try:
             with self.session.transaction(WALKING, snapshot=True) as transaction:
@@ -3935,7 +3971,7 @@ class Phase:
             self.limit = self.adapted(limit, seconds) if refused is None else 1
             if batch.deleted:
                 self.report.batch_deleted(self.table.policy, batch.deleted, limit, seconds)
-            if self.position.crowded:
+            if self.position.crowded or self.better_by_pages():
                 self.begin_pass(out_of_order=True)
             elif batch.deleted and not (self.position.done and not self.seeds):
                 wait = seconds if self.options.pause is None else self.options.pause / UNITS["s"]
@@ -3964,7 +4000,7 @@ class Phase:
             return Batch(*transaction.row(statement, {**parameters, **changed}))
 
         self.in_doubt = None
-        with self.session.transaction(WALKING, schema=self.table.name.schema) as transaction:
+        with self.session.transaction(self.settings, schema=self.table.name.schema) as transaction:
             if self.table.own_action and delete:
                 # A child that was committed after the statement began would not be seen, and go along with its parent.
                 # So lock first, which keeps new children out, and look again in a statement that sees what came before.
@@ -4123,17 +4159,17 @@ class Phase:
                 raise self.failure("table_changed")
             return Found(*transaction.row(*question))
 
-    def estimate(self) -> int | None:
-        """How many rows the planner thinks will go, for which nothing is read; None if it does not say."""
+    def planned(self) -> dict[str, Any]:
+        """How the planner would find the policy's rows, for which nothing is read; empty if it does not say."""
         query = sql.SQL("EXPLAIN (FORMAT JSON) SELECT FROM {} t WHERE {}").format(
-            rows(self.table), predicate(self.table)
+            rows(self.table), predicate(self.table, ordered=True)
         )
         try:
             with self.session.transaction(snapshot=True) as transaction:
-                row = transaction.row(query, parameters_of(self.table, self.bound))
-            return int(row[0][0]["Plan"]["Plan Rows"])
+                ((plan,),) = transaction.row(query, parameters_of(self.table, self.bound))
+            return cast("dict[str, Any]", plan["Plan"])
         except (psycopg.Error, LookupError, TypeError, ValueError):
-            return None
+            return {}
 
 
 # ── The schedule ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -4589,7 +4625,7 @@ def run_phase(
         outcome.started = True
         report.phase_started(policy, now, phase.walk.name)
         if report.view.shows:
-            report.estimate = phase.estimate()
+            report.estimate = phase.planned().get("Plan Rows")
         if job.session.connection is None:  # lost in the phase before
             connect_again(job)
         outcome.stop_reason = phase.run()
@@ -5142,7 +5178,8 @@ SETUP = (
 SELECT DISTINCT format('GRANT USAGE ON SCHEMA %s TO %I', c.relnamespace::regnamespace, {role})
 FROM t JOIN pg_class c ON c.oid = t.oid OR EXISTS (
     SELECT FROM pg_constraint k
-    WHERE k.contype = 'f' AND k.conrelid = c.oid AND k.confrelid = t.oid AND k.confdeltype IN ('a', 'r'))""",
+    WHERE k.contype = 'f' AND k.conrelid = c.oid AND k.confdeltype IN ('a', 'r') AND k.confrelid IN (
+        SELECT t.oid UNION SELECT p.relid FROM pg_partition_tree(t.oid) p))""",
     ),
     (
         "table",
@@ -5162,7 +5199,7 @@ FROM t JOIN pg_class c ON c.oid = t.oid OR EXISTS (
     UNION
     SELECT name FROM key WHERE cardinality({parents}) > 0
     UNION
-    SELECT a.attname FROM t JOIN pg_class c ON c.oid = t.oid AND c.relkind = 'p'  -- whose rows are found by their key
+    SELECT a.attname FROM t JOIN pg_class c ON c.oid = t.oid AND (c.relkind = 'p' OR c.relam <> 2)  -- by which rows go
         JOIN pg_index i ON i.indrelid = t.oid AND i.indisprimary
         JOIN pg_attribute a ON a.attrelid = t.oid AND a.attnum = ANY (i.indkey)
 )
@@ -5177,8 +5214,8 @@ FROM t""",
         """SELECT format('GRANT SELECT (%s) ON %s TO %I', string_agg(DISTINCT quote_ident(a.attname), ', '),
     k.conrelid::regclass, {role})
 FROM pg_constraint k JOIN pg_attribute a ON a.attrelid = k.conrelid AND a.attnum = ANY (k.conkey)
-WHERE k.contype = 'f' AND k.confrelid = {table} AND k.conrelid <> k.confrelid AND k.conparentid = 0
-    AND k.confdeltype IN ('a', 'r')
+WHERE k.contype = 'f' AND k.conrelid <> k.confrelid AND k.conparentid = 0 AND k.confdeltype IN ('a', 'r')
+    AND k.confrelid IN (SELECT {table} UNION SELECT p.relid FROM pg_partition_tree({table}) p)
 GROUP BY k.conrelid""",
     ),
     (
@@ -5191,7 +5228,8 @@ GROUP BY k.conrelid""",
     c.oid::regclass, n.quoted)
 FROM (
     SELECT k.conrelid, k.conkey FROM pg_constraint k
-    WHERE k.contype = 'f' AND k.confrelid = {table} AND k.conparentid = 0
+    WHERE k.contype = 'f' AND k.conparentid = 0
+        AND k.confrelid IN (SELECT {table} UNION SELECT p.relid FROM pg_partition_tree({table}) p)
     UNION
     SELECT a.attrelid, ARRAY[a.attnum] FROM pg_attribute a WHERE a.attrelid = {table} AND a.attname = ANY ({parents})
 ) r (oid, columns) JOIN pg_class c ON c.oid = r.oid CROSS JOIN LATERAL (
@@ -5262,7 +5300,7 @@ def setup(config: Configuration, role: str) -> Iterator[tuple[str, list[sql.Comp
 
 # What the configuration has wrong: nothing is to be granted for it.
 MISTAKES = """
-    table_missing not_a_table inherited partitions_without_key partitions_foreign column_missing age_type value_type
+    table_missing not_a_table inherited key_missing partitions_foreign column_missing age_type value_type
     value_impossible parent_without_key parent_type"""
 
 

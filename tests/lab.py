@@ -29,6 +29,8 @@ import tomli_w
 TOP = pathlib.Path(__file__).resolve().parent.parent
 PROGRAM = TOP / "retention.py"
 SYSTEMS = TOP / "tests" / "systems.sql"
+#: What users are promised, in seconds from a signal to the end of a run; and what a loaded machine may add.
+PROMPTLY = 5.0 + 3.0
 
 #: The policies of the three systems, as config.toml.example has them.
 POLICIES: dict[str, dict[str, Any]] = {

@@ -6,8 +6,10 @@ test of its own, which takes the cutoff from the run.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+import re
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -43,6 +45,12 @@ class Case:
     batch_size: int
     policies: tuple[str, ...]
     wide: bool
+    partitioned: bool
+
+    @property
+    def variant(self) -> tuple[bool, str, bool]:
+        """How the tables are declared for it."""
+        return self.indexed, self.references, self.partitioned
 
 
 def times(*edges: float) -> st.SearchStrategy[float | None]:
@@ -127,12 +135,19 @@ def cases(draw: st.DrawFn, largest: int = 4) -> Case:
         batch_size=batch_size,
         policies=tuple(draw(st.one_of(st.permutations(list(POLICIES)), st.permutations(list(RULES))))),
         wide=wide,
+        partitioned=draw(st.booleans()),
     )
 
 
-def prepare(database: Database, *, indexed: bool, references: str) -> Database:
+def prepare(database: Database, variant: tuple[bool, str, bool]) -> Database:
     """Create the three systems in one of their variants."""
-    database.execute(SYSTEMS.read_text())
+    (indexed, references, partitioned), systems = variant, SYSTEMS.read_text()
+    database.execute(re.sub(r"^\);", ") PARTITION BY HASH (id);", systems, flags=re.M) if partitioned else systems)
+    for number, table in itertools.product(range(3), TABLES.values() if partitioned else ()):
+        bounds = f"FOR VALUES WITH (MODULUS 3, REMAINDER {number})"
+        database.execute(
+            f"CREATE TABLE {table}_{number} PARTITION OF {table} {bounds}; GRANT SELECT (id) ON {table} TO retention"
+        )
     if indexed:
         database.execute("CREATE INDEX ON identity.refresh_sessions (updated_at)")
     if references != "RESTRICT":

@@ -18,6 +18,7 @@ import psycopg
 import pytest
 from lab import (
     POLICIES,
+    PROMPTLY,
     Database,
     Line,
     Listener,
@@ -29,11 +30,9 @@ from lab import (
     log,
     until,
 )
-from servers import Standby
+from servers import Proxy, Standby, sessions
 
 SICR = "identity.sign_in_confirmation_requests"
-#: What users are promised: from the signal to the end.
-PROMPTLY = 5.0
 
 
 @pytest.fixture
@@ -151,22 +150,23 @@ def test_a_pause_ends_with_the_budget(systems: Database, program: Program) -> No
 
 
 def test_an_automatic_pause_is_about_as_long_as_the_batch(systems: Database, program: Program) -> None:
-    """`auto` gives the online service as much time as the batch took: half of the run's time is pause."""
+    """`auto` gives the online service as much time as each batch took: half of the run's time is pause."""
     fill(systems, sicr=50)
     on_delete(systems, "PERFORM pg_sleep(0.02)")
     result = program(configuration(systems.conninfo, batch_size=10, pause="auto"), "--once")
     assert result.returncode == 0, result.output
     lines = log(result.stdout)
-    worked = sum(int(line.fields["durationMs"]) for line in lines if line.event == "batch_deleted")
+    worked = [int(line.fields["durationMs"]) for line in lines if line.event == "batch_deleted"]
     (phase,) = [line for line in lines if line.event == "phase_completed" and line.fields["phase"] == "sicr"]
-    assert worked * 1.7 <= int(phase.fields["durationMs"])
+    assert int(phase.fields["durationMs"]) >= sum(worked) + 0.9 * sum(worked[:-1])
 
 
 # ── Signals ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("arguments", [("--once",), ()], ids=["once", "scheduled"])
+@pytest.mark.parametrize(
+    ("number", "arguments"), [(signal.SIGTERM, ()), (signal.SIGINT, ("--once",))], ids=["scheduled", "once"]
+)
 def test_a_signal_ends_the_run_after_the_batch_in_flight(
     systems: Database, program: Program, number: signal.Signals, arguments: tuple[str, ...]
 ) -> None:
@@ -198,7 +198,7 @@ def test_a_signal_leaves_a_complete_json_object(systems: Database, program: Prog
     assert result.policies["sicr"]["deleted"] == 2000 - systems.count(SICR)
 
 
-@pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM)], ids=repr)
+@pytest.mark.parametrize("numbers", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM)], ids=repr)
 def test_a_stuck_batch_is_cancelled_on_the_server(
     systems: Database, program: Program, numbers: tuple[signal.Signals, ...]
 ) -> None:
@@ -362,15 +362,14 @@ def test_a_batch_that_fails_for_a_moment_is_tried_again(systems: Database, progr
     assert sum(batches(log(result.stderr))) == 100
 
 
-@pytest.mark.parametrize("sqlstate", ["40P01", "57014"])
-def test_a_batch_that_always_fails_is_given_up(systems: Database, program: Program, sqlstate: str) -> None:
+def test_a_batch_that_always_times_out_is_given_up(systems: Database, program: Program) -> None:
     """Retries are bounded: that policy fails with the server's code, the others run, exit 1."""
     fill(systems, sicr=100, tokens=10)
-    on_delete(systems, f"RAISE SQLSTATE '{sqlstate}'")
+    on_delete(systems, "RAISE SQLSTATE '57014'")
     result = program.inside(configuration(systems.conninfo, batch_size=50), "--once", "--json")
     assert (result.returncode, result.json["exit_status"], result.json["stop_reason"]) == (1, 1, "failed")
     sicr = result.policies["sicr"]
-    assert (sicr["deleted"], sicr["stop_reason"], sicr["error"]["sqlstate"]) == (0, "failed", sqlstate)
+    assert (sicr["deleted"], sicr["stop_reason"], sicr["error"]["sqlstate"]) == (0, "failed", "57014")
     assert result.policies["tokens_expired"]["deleted"] == 10
     assert systems.count(SICR) == 100
 
@@ -426,10 +425,11 @@ def test_retries_do_not_outstay_the_budget(systems: Database, program: Program) 
     """A batch that the budget's end finds failing may end; it is not begun again and again after that."""
     fill(systems, sicr=100)
     on_delete(systems, "PERFORM pg_sleep(60)")
-    config = configuration(systems.conninfo, database={"statement_timeout": "1500ms"}, max_run_duration="4s")
-    result = program(config, "--once", "--json", timeout=12)
+    config = configuration(systems.conninfo, database={"statement_timeout": "500ms"}, max_run_duration="1s")
+    result = program(config, "--once", "--json")
     assert result.returncode in (0, 1)
     assert systems.count(SICR) == 100
+    assert len([line for line in log(result.stderr) if line.event == "batch_retried"]) <= 3, result.output
 
 
 def test_a_real_deadlock_is_survived(systems: Database, program: Program) -> None:
@@ -464,18 +464,21 @@ def test_a_connection_lost_in_a_batch_is_made_again(systems: Database, program: 
     assert sum(batches(log(result.stderr))) == 100
 
 
-def test_a_connection_lost_between_batches_is_made_again(systems: Database, program: Program) -> None:
+def test_a_connection_lost_between_batches_is_made_again(systems: Database, proxy: Proxy, program: Program) -> None:
     """An idle session that an administrator ended is no failure either."""
     fill(systems, sicr=100)
-    process = program.start(configuration(systems.conninfo, batch_size=10, pause="300ms"), "--once")
-    read = until_batches(process, 2)
-    killed = systems.execute(
-        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'session-retention'"
-    )
-    assert killed == [(True,)]
-    result = program.finish(process)
+
+    def end() -> None:
+        ((pid, state),) = sessions(systems)
+        assert state == "idle"
+        with systems.server.connect() as administrator:
+            administrator.execute("SELECT pg_terminate_backend(%s, 30000)", [pid])
+
+    proxy.at("pause", 2, end)
+    result = program.inside(configuration(proxy.conninfo(systems), batch_size=10, pause="100ms"), "--once")
+    assert proxy.happened == ["pause"]
     assert result.returncode == 0, result.output
-    assert sum(batches(log(read + result.stdout))) == 100
+    assert sum(batches(log(result.stdout))) == 100
     assert systems.count(SICR) == 0
 
 

@@ -31,6 +31,14 @@ AT = '"at %s"'
 CHILD = '"Auth 1"."the children"'
 PARENT_ID = f'parent bigint REFERENCES {T} ("Id")'
 OLD = "now() - interval '40 days'"
+PARTED = '"Auth 1".parted'
+PARTITIONS = f"""
+    CREATE TABLE {PARTED} (id int PRIMARY KEY, {AT} timestamptz) PARTITION BY LIST (id);
+    CREATE TABLE {S}.part1 PARTITION OF {PARTED} FOR VALUES IN (1); CREATE INDEX ON {PARTED} ({AT});
+    CREATE TABLE {S}.part3 PARTITION OF {PARTED} FOR VALUES IN (3) PARTITION BY RANGE (id);
+    CREATE TABLE {S}.part4 PARTITION OF {S}.part3 DEFAULT; INSERT INTO {PARTED} VALUES (1, {OLD}), (3, now());
+    GRANT SELECT (id, {AT}), UPDATE (id), DELETE ON {PARTED} TO {R}
+"""
 AGE: dict[str, Any] = {"age_column": "at %s", "retention": "30d"}
 BESIDE: dict[str, Any] = {"table": "beside", "age_column": "at", "retention": "30d"}
 
@@ -230,28 +238,65 @@ CASES = {
         {"table": f"{S}.v"},
         sqlstate="42809",
     ),
-    "partitioned table": Case(
-        "partitioned",
-        (f"{S}.p", "a partitioned table"),
-        "partitions and inheriting tables are not purged by this version",
-        f"CREATE TABLE {S}.p ({AT} timestamptz) PARTITION BY RANGE ({AT})",
-        {"table": f"{S}.p"},
-        sqlstate="42809",
-    ),
     "partition": Case(
-        "partitioned",
+        "inherited",
         (f"{S}.p1", "a partition"),
-        "partitions and inheriting tables are not purged by this version",
+        "name the partitioned table; tables that inherit from each other are not purged",
         f"CREATE TABLE {S}.p ({AT} timestamptz) PARTITION BY RANGE ({AT});"
         f"CREATE TABLE {S}.p1 PARTITION OF {S}.p DEFAULT",
         {"table": f"{S}.p1"},
         sqlstate="42809",
     ),
+    "partition that has partitions": Case(
+        "inherited",
+        (f"{S}.p1", "a partition"),
+        "name the partitioned table; tables that inherit from each other are not purged",
+        f"CREATE TABLE {S}.p ({AT} timestamptz) PARTITION BY RANGE ({AT});"
+        f"CREATE TABLE {S}.p1 PARTITION OF {S}.p DEFAULT PARTITION BY HASH ({AT})",
+        {"table": f"{S}.p1"},
+        sqlstate="42809",
+    ),
     "inheritance parent": Case(
-        "partitioned",
+        "inherited",
         (T, "a parent of inheriting tables"),
-        "partitions and inheriting tables are not purged by this version",
+        "name the partitioned table; tables that inherit from each other are not purged",
         f"CREATE TABLE {CHILD} () INHERITS ({T})",
+        sqlstate="42809",
+    ),
+    "partitions without a key": Case(
+        "key_missing",
+        (PARTED, "is partitioned and has no primary key"),
+        "add a primary key",
+        f"{PARTITIONS}; ALTER TABLE {PARTED} DROP CONSTRAINT parted_pkey",
+        {"table": PARTED},
+        sqlstate="42809",
+    ),
+    "key that not all partitions have yet": Case(
+        "key_missing",
+        (PARTED, "is partitioned and has no primary key"),
+        "add a primary key",
+        f"{PARTITIONS}; ALTER TABLE {PARTED} DROP CONSTRAINT parted_pkey;"
+        f"ALTER TABLE ONLY {PARTED} ADD PRIMARY KEY (id)",
+        {"table": PARTED},
+        sqlstate="42809",
+    ),
+    "key of a type from elsewhere": Case(
+        "key_missing",
+        (PARTED, "built-in types"),
+        "add a primary key",
+        f"{PARTITIONS}; CREATE EXTENSION citext SCHEMA {S}; ALTER TABLE {PARTED} DROP CONSTRAINT parted_pkey,"
+        f" ADD name {S}.citext DEFAULT 'x', ADD PRIMARY KEY (id, name); GRANT SELECT (name) ON {PARTED} TO {R}",
+        {"table": PARTED},
+        sqlstate="42809",
+    ),
+    "partition that is foreign": Case(
+        "partitions_foreign",
+        (PARTED, f"{S}.far"),
+        "detach them, or see to their rows where they are",
+        f"{PARTITIONS}; CREATE FOREIGN DATA WRAPPER w; CREATE SERVER s FOREIGN DATA WRAPPER w;"
+        f"ALTER TABLE {PARTED} DROP CONSTRAINT parted_pkey;"
+        f"CREATE FOREIGN TABLE {S}.far PARTITION OF {PARTED} FOR VALUES IN (2) SERVER s",
+        {"table": PARTED},
         sqlstate="42809",
     ),
     "no age column": Case(
@@ -721,7 +766,7 @@ CASES = {
 #: Those that need a server, a clock or a file of their own: below.
 ALONE = {
     *("configuration", "unreachable", "server_too_old", "not_primary", "clock_skew", "not_examined"),
-    *("state_unusable", "metrics_unusable", "password_exposed", "cutoff_jumped"),
+    *("state_unusable", "metrics_unusable", "password_exposed", "cutoff_jumped", "lag_unreadable", "vacuum_denied"),
 }
 
 
@@ -868,6 +913,12 @@ HEALTHY: dict[str, tuple[str, dict[str, Any]]] = {
         f'DROP INDEX {S}."user_at %s_idx"; CREATE INDEX ON {T} (parent)',
         {"parent_column": "parent", "only": {"order": ["Rotated"]}},
     ),
+    "partitions": (PARTITIONS, {"table": PARTED}),
+    "partitions that rows of a partition refer to": (
+        f"{PARTITIONS}; CREATE TABLE {CHILD} (id int REFERENCES {S}.part1); CREATE INDEX ON {CHILD} (id);"
+        f"GRANT SELECT (id) ON {CHILD} TO {R}",
+        {"table": PARTED},
+    ),
     "a table that inherits": (f"CREATE TABLE {S}.p ({AT} timestamptz); ALTER TABLE {T} INHERIT {S}.p", {}),
     "the longest value": (
         f'ALTER TABLE {T} ALTER "order" TYPE varchar(7)',
@@ -967,6 +1018,38 @@ def test_a_lifetime_is_known_from_another_policy(healthy: Database, program: Pro
     (finding,) = findings(program.inside(config, "--check", "--json", "--policy", "probe"))
     assert (finding["code"], finding["policy"]) == ("within_lifetime", "probe")
     assert '"until"' in finding["message"]
+
+
+def test_a_lag_that_cannot_be_seen_fails_every_policy(healthy: Database, program: Program) -> None:
+    """Where standbys are to be waited for, nothing is deleted blindly; the remedy, executed, cures it."""
+    config = config_of(Case("", (), "", run={"max_replication_lag": "10s"}), healthy)
+    before = rows(healthy)
+    check = program.inside(config, "--check", "--json")
+    found = findings(check)
+    shown = [(finding["code"], finding["policy"], finding["remedy"]) for finding in found]
+    cure = f"GRANT pg_read_all_stats TO {R};"
+    assert (check.returncode, shown) == (1, [("lag_unreadable", name, cure) for name in ("probe", "beside")])
+    run = program.inside(None, "--once", "--json")
+    assert (run.returncode, rows(healthy)) == (1, before), run.output
+    error = {"sqlstate": "42501", "message": f"{found[0]['message']}; {cure}"}
+    assert [policy["error"] for policy in run.policies.values()] == [error, error]
+    healthy.execute(cure)
+    assert findings(program.inside(None, "--check", "--json")) == []
+    assert program.inside(None, "--once", "--json").policies["probe"]["deleted"] == 1
+
+
+def test_a_vacuum_that_is_not_allowed_is_a_warning(healthy: Database, program: Program) -> None:
+    """Only the owner of a table may; the run does its work all the same, and what the owner may is not warned of."""
+    healthy.execute(f"ALTER TABLE beside OWNER TO {R}")
+    check = program.inside(config_of(Case("", (), "", run={"vacuum": True}), healthy), "--check", "--json")
+    (finding,) = findings(check)
+    assert (check.returncode, finding["code"], finding["policy"]) == (0, "vacuum_denied", "probe")
+    assert finding["message"] == f"the role {R} may not VACUUM {T}, for which run.vacuum asks"
+    assert finding["remedy"] == (
+        "leave it to autovacuum, with run.vacuum = false: before PostgreSQL 17 only the owner may"
+    )
+    run = program.inside(None, "--once", "--json")
+    assert (run.returncode, [policy["deleted"] for policy in run.policies.values()]) == (0, [1, 1]), run.output
 
 
 def test_all_errors_of_a_policy_are_shown_at_once(healthy: Database, program: Program) -> None:

@@ -7,6 +7,7 @@ that was read since the batch before it. Time is not measured.
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import pytest
 from lab import POLICIES, Database, Program, configuration
 
-ROWS, BATCH, FRONT = 17_600, 80, 40_000
+ROWS, BATCH, FRONT, HELD = 17_600, 80, 40_000, 10_000
 #: A late batch may cost so much more than an early one: pages are not filled evenly, and an index has levels.
 GROWTH = 1.5
 #: Buffers a row: its index entry and its page, read to choose, to lock and to delete, and a probe for each reference.
@@ -164,34 +165,41 @@ def rows_of_no_concern(database: Database, target: Target) -> None:
 
 def blocked_rows(database: Database, target: Target) -> None:
     """Old terminal parents of live children, before and after what goes."""
-    target.fill(database, FRONT // 2)
-    target.fill(database, FRONT // 2, start=FRONT // 2 + ROWS)
+    target.fill(database, HELD // 2)
+    target.fill(database, HELD // 2, start=HELD // 2 + ROWS)
     database.execute(
         "SET session_replication_role = replica;"
         f"INSERT INTO {target.table} (parent_session_id, status, updated_at) SELECT id, 'Active', now()"
         f" FROM {target.table}; SET session_replication_role = origin"
     )
-    target.fill(database, ROWS, start=FRONT // 2)
+    target.fill(database, ROWS, start=HELD // 2)
 
 
-SCENARIOS: list[tuple[Target, Prepare]] = [
-    (CHAINED, plain),
-    (CHAINED, old_snapshot),
-    (CHAINED, one_timestamp),
-    (CHAINED, emptied_front),
-    (CHAINED, yesterdays_statistics),
-    (CHAINED, rows_of_no_concern),
-    (CHAINED, blocked_rows),
-    (PLAIN, plain),
-    (PLAIN, old_snapshot),
-    (PLAIN, one_timestamp),
-    (PLAIN, emptied_front),
+SCENARIOS: list[tuple[Target, Prepare, bool]] = [
+    (CHAINED, one_timestamp, True),
+    (CHAINED, emptied_front, True),
+    (CHAINED, emptied_front, False),
+    (CHAINED, yesterdays_statistics, True),
+    (CHAINED, yesterdays_statistics, False),
+    (CHAINED, rows_of_no_concern, True),
+    (CHAINED, rows_of_no_concern, False),
+    (CHAINED, blocked_rows, True),
+    (CHAINED, blocked_rows, False),
+    (PLAIN, one_timestamp, True),
+    (PLAIN, emptied_front, True),
+    (PLAIN, emptied_front, False),
 ]
+#: What is easier than an emptied front, which has a snapshot as well, or what is all the same to a walk by pages.
+EASIER = [(t, p, i) for t in (CHAINED, PLAIN) for p in (plain, old_snapshot) for i in (True, False)]
+EASIER += [(t, one_timestamp, False) for t in (CHAINED, PLAIN)]
+if "RETENTION_SOAK_PACKAGE" in os.environ:
+    SCENARIOS += EASIER
 
 
-@pytest.mark.parametrize("indexed", [True, False], ids=["index", "no index"])
 @pytest.mark.parametrize(
-    ("target", "prepare"), SCENARIOS, ids=[f"{t.policy}, {p.__name__.replace('_', ' ')}" for t, p in SCENARIOS]
+    ("target", "prepare", "indexed"),
+    SCENARIOS,
+    ids=[f"{t.policy}, {p.__name__.replace('_', ' ')}, {'index' if i else 'no index'}" for t, p, i in SCENARIOS],
 )
 def test_a_late_batch_reads_no_more_than_an_early_one(
     target: Target, prepare: Prepare, indexed: bool, explained: Database, program: Program
@@ -199,4 +207,4 @@ def test_a_late_batch_reads_no_more_than_an_early_one(
     """In each of these conditions, with either walk, more than 200 batches cost the same, and not much."""
     target.index(explained, indexed)
     prepare(explained, target)
-    assert_constant(explained, program, target, blocked=FRONT if prepare is blocked_rows else 0)
+    assert_constant(explained, program, target, blocked=HELD if prepare is blocked_rows else 0)

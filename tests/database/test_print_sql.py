@@ -66,7 +66,12 @@ def bare(server: Server, new_database: Callable[[], Database]) -> Iterator[Calla
 
 
 def written(
-    program: Program, database: Database, way: str, policies: dict[str, dict[str, Any]] | None = None, user: str = ""
+    program: Program,
+    database: Database,
+    way: str,
+    policies: dict[str, dict[str, Any]] | None = None,
+    user: str = "",
+    **run: Any,
 ) -> Result:
     """What the program says where it is to write SQL in that way; `user` is what conninfo has of one."""
     login = WAYS[way]
@@ -75,7 +80,7 @@ def written(
     with pytest.MonkeyPatch.context() as environment:
         if login:
             environment.setenv("PGUSER", login)
-        return program.inside(configuration(conninfo, policies), "--print-sql")
+        return program.inside(configuration(conninfo, policies, **run), "--print-sql")
 
 
 def print_sql(
@@ -85,9 +90,10 @@ def print_sql(
     policies: dict[str, dict[str, Any]] | None = None,
     *,
     user: str = "",
+    **run: Any,
 ) -> str:
     """The SQL, written in that way."""
-    result = written(program, database, way, policies, user)
+    result = written(program, database, way, policies, user, **run)
     assert (result.returncode, result.stderr) == (0, "")
     offline = WAYS[way] is None
     assert ("\\gexec" in result.stdout, "without a connection" in result.stdout) == (offline, offline)
@@ -146,6 +152,40 @@ def rows() -> model.Rows:
         [*ended, *live, *fresh, *tree],
         [model.Token(i, i % 2 == 0, (3.5 - i) * day) for i in range(10)],
     )
+
+
+PARTITIONED = """
+    CREATE TABLE parted ("Region" text, id int, at timestamptz, secret text, PRIMARY KEY ("Region", id))
+        PARTITION BY LIST ("Region");
+    CREATE TABLE parted_eu PARTITION OF parted FOR VALUES IN ('eu');
+    CREATE TABLE parted_rest PARTITION OF parted DEFAULT;
+    CREATE TABLE parted_holds ("Region" text, id int, FOREIGN KEY ("Region", id) REFERENCES parted_eu);
+    INSERT INTO parted SELECT r, i, now() - interval '40 days'
+        FROM unnest(ARRAY['eu', 'us']) r, generate_series(1, 9) i;
+    INSERT INTO parted_holds VALUES ('eu', 5)
+"""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_partitioned_table_needs_its_key_and_nothing_of_its_partitions(
+    way: str, bare: Callable[[], Database], program: Program
+) -> None:
+    """The columns of the key to read, an index over all partitions, and to see what refers to one of them alone."""
+    database = bare()
+    database.execute(PARTITIONED)
+    policies = {"parted": {"table": "parted", "age_column": "at", "retention": "30d"}}
+    apply(database, print_sql(program, database, way, policies))
+    denied = [
+        "SELECT secret FROM parted",
+        "SELECT id FROM parted_eu",
+        "DELETE FROM parted_rest",
+        "UPDATE parted SET id = 1",
+    ]
+    assert refused(database, *denied) == denied
+    check = program.inside(configuration(database.conninfo, policies), "--check", "--json")
+    assert [f["code"] for f in check.json["findings"] if not f["code"].startswith(("timer", "schedule"))] == []
+    parted = program.inside(None, "--once", "--json").policies["parted"]
+    assert (parted["deleted"], parted["backlog"], parted["blocked"], parted["error"]) == (17, 1, 1, None)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -235,6 +275,21 @@ def test_the_role_cannot_do_what_the_job_does_not(way: str, bare: Callable[[], D
         "SELECT session_id FROM holds_by_month",
     ]
     assert refused(database, *allowed) == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_sight_of_standbys_is_granted_to_who_waits_for_them(
+    way: str, bare: Callable[[], Database], program: Program
+) -> None:
+    """Not without the option. Before PostgreSQL 17 there is nothing to grant for VACUUM, and no error of it."""
+    database = bare()
+    sees = "SELECT pg_has_role(%s, 'pg_read_all_stats', 'USAGE')"
+    apply(database, print_sql(program, database, way))
+    assert database.value(sees, ROLE) is False
+    before = set(state(database))
+    for _ in range(2):
+        apply(database, print_sql(program, database, way, max_replication_lag="10s", vacuum=True))
+    assert (database.value(sees, ROLE), set(state(database))) == (True, before)
 
 
 @pytest.mark.parametrize("way", WAYS)

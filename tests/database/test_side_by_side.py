@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from chains import TABLE, load
 from lab import POLICIES, Database, Program, Result, configuration, until
+from servers import Proxy
 
 TOKENS = {"tokens": {**POLICIES["tokens_expired"], "title": "tokens"}}
 REFRESH = {"refresh": POLICIES["refresh"]}
@@ -107,30 +108,28 @@ def test_the_ancestors_of_a_held_session_wait_with_it(indexed: bool, systems: Da
 
 
 @pytest.mark.parametrize("indexed", [True, False], ids=["index", "no index"])
-def test_a_row_renewed_during_the_run_stays(indexed: bool, systems: Database, program: Program) -> None:
+def test_a_row_renewed_during_the_run_stays(indexed: bool, systems: Database, program: Program, proxy: Proxy) -> None:
     """Held when the run comes by, renewed and committed while it goes on: the row stays, and is no backlog any more."""
     expired(systems, 500, indexed=indexed)
     other = systems.connect(autocommit=False)
     other.execute("UPDATE refresh_tokens SET expires_at = now() + interval '1 day' WHERE id IN (1, 250, 500)")
-    process = program.start(configuration(systems.conninfo, TOKENS, batch_size=50, pause="20ms"), "--once", "--json")
-    until(lambda: systems.count("refresh_tokens") < 500, "a first batch")
-    other.commit()
-    result = program.finish(process)
+    proxy.at("batch", 3, other.commit)
+    result = program.inside(configuration(proxy.conninfo(systems), TOKENS, batch_size=50), "--once", "--json")
+    assert proxy.happened == ["batch"]
     tokens = result.policies["tokens"]
     assert (result.returncode, tokens["deleted"], tokens["backlog"]) == (0, 497, 0)
     assert systems.execute("SELECT id FROM refresh_tokens ORDER BY 1") == [(1,), (250,), (500,)]
 
 
 @pytest.mark.parametrize("indexed", [True, False], ids=["index", "no index"])
-def test_a_row_freed_during_the_run_goes(indexed: bool, systems: Database, program: Program) -> None:
+def test_a_row_freed_during_the_run_goes(indexed: bool, systems: Database, program: Program, proxy: Proxy) -> None:
     """Rows that were held when the run came by are not mistaken for the end: free again, they go in the same run."""
     expired(systems, 500, indexed=indexed)
     other = systems.connect(autocommit=False)
     other.execute("SELECT 1 FROM refresh_tokens WHERE id <= 25 OR id > 475 FOR UPDATE")
-    process = program.start(configuration(systems.conninfo, TOKENS, batch_size=10, pause="20ms"), "--once", "--json")
-    until(lambda: systems.count("refresh_tokens") < 450, "some batches")
-    other.rollback()
-    result = program.finish(process)
+    proxy.at("batch", 6, other.rollback)
+    result = program.inside(configuration(proxy.conninfo(systems), TOKENS, batch_size=10), "--once", "--json")
+    assert proxy.happened == ["batch"]
     assert (result.returncode, result.policies["tokens"]["deleted"]) == (0, 500)
 
 

@@ -64,9 +64,19 @@ SETTINGS: list[tuple[str, dict[str, str]]] = [
 ]
 
 
-@pytest.mark.parametrize("cutoff_near", ["before", "after"])
+#: With the side of midnight on which it is: a zone west of UTC moves a date on the one, east of it on the other.
+CASES = [
+    (role, env, side)
+    for role, env in SETTINGS
+    for side in ("before", "after")
+    if side == "before" or "zone" in role or {"TZ", "PGTZ"} & env.keys()
+]
+
+
 @pytest.mark.parametrize(
-    ("role", "env"), SETTINGS, ids=[" ".join([role, *map("=".join, env.items())]) or "plain" for role, env in SETTINGS]
+    ("role", "env", "cutoff_near"),
+    CASES,
+    ids=[" ".join([role, *map("=".join, env.items()), side]).strip() for role, env, side in CASES],
 )
 def test_the_same_rows_go_in_every_zone_and_date_style(
     database: Database, program: Program, role: str, env: dict[str, str], cutoff_near: str

@@ -73,8 +73,8 @@ def test_a_scheduled_run_outside_the_window_says_so_and_connects_to_nothing(
 
 
 def exactly(clock: str) -> dict[str, str]:
-    """The environment in which it is, and stays, that time of the UTC day."""
-    return {**faketime(0), "FAKETIME": f"2026-01-01 {clock}", "TZ": "UTC"}
+    """The environment in which it is, and stays, that time of this UTC day, however long the program takes to start."""
+    return {**faketime(0), "FAKETIME": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d} {clock}", "TZ": "UTC"}
 
 
 def test_the_window_is_half_open(listener: Listener, program: Program) -> None:
@@ -114,7 +114,7 @@ def test_a_scheduled_run_ends_with_the_window(systems: Database, program: Progra
     config = configuration(
         systems.conninfo, database=ANY_CLOCK, night_window_utc="02:00-05:00", batch_size=5, pause=pause
     )
-    result = program(config, env=at("04:59:55"), timeout=20)
+    result = program(config, env=exactly("04:59:57"), timeout=20)
     assert result.returncode == 0, result.output
     lines = log(result.stdout)
     assert lines[-1].fields["stopReason"] == "budget"
@@ -128,9 +128,9 @@ def test_a_scheduled_run_ends_with_the_window(systems: Database, program: Progra
 
 def test_once_does_not_end_with_the_window(systems: Database, program: Program) -> None:
     """An operator's run that began inside the window goes on past its end."""
-    backlog(systems, 100)
+    backlog(systems, 50)
     config = configuration(systems.conninfo, database=ANY_CLOCK, night_window_utc="02:00-05:00", batch_size=10)
-    result = program(config, "--once", "--json", env=at("04:59:58"))
+    result = program(config, "--once", "--json", env=exactly("04:59:59"))
     assert (result.returncode, result.json["stop_reason"]) == (0, "drained"), result.output
 
 
@@ -140,6 +140,6 @@ def test_a_server_that_is_away_is_not_waited_for_beyond_the_window(listener: Lis
     config = configuration(
         listener.conninfo, database={**ANY_CLOCK, "connect_retry": "10m"}, night_window_utc="02:00-05:00"
     )
-    result = program(config, env=at("04:59:55"), timeout=20)
+    result = program(config, env=exactly("04:59:57"), timeout=20)
     assert result.returncode == 69, result.output
     assert log(result.stdout)[-1].event == "job_failed"

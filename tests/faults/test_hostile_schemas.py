@@ -8,8 +8,9 @@ import stat
 from typing import Any
 
 import pytest
-from lab import Database, Program, configuration, log, until
+from lab import Database, Program, configuration, log
 from psycopg.conninfo import make_conninfo
+from servers import Proxy
 from statements import log_statements, skeleton, statements
 
 SESSIONS = {"sessions": {"table": "sessions", "age_column": "updated_at", "retention": "90d"}}
@@ -108,38 +109,36 @@ def test_keys_between_collations_hold_what_they_refer_to(own: bool, database: Da
     assert database.execute("SELECT id FROM sessions WHERE id <> 'live'") == [("a3",)]
 
 
-def test_a_cascade_that_appears_in_mid_run_takes_nothing_along(database: Database, program: Program) -> None:
+def test_a_cascade_that_appears_in_mid_run_takes_nothing_along(
+    database: Database, program: Program, proxy: Proxy
+) -> None:
     """The table is judged when the run begins; a foreign key that is added later ends the policy before it can bite."""
     database.execute(f"""
         CREATE TABLE sessions (id int PRIMARY KEY, updated_at timestamptz);
         INSERT INTO sessions SELECT i, {OLD} FROM generate_series(1, 300) i
     """)
     database.grant("sessions", select="id, updated_at")
-    process = program.start(configuration(database.conninfo, SESSIONS, batch_size=100, pause="1s"), "--once")
-    until(lambda: database.count("sessions") < 300, "the first batch")
-    database.execute("""
+    change = """
         CREATE TABLE live (id int REFERENCES sessions ON DELETE CASCADE);
         INSERT INTO live SELECT id FROM sessions
-    """)
-    alive = database.count("live")
-    result = program.finish(process)
-    assert (result.returncode, database.count("live"), alive > 0) == (1, alive, True)
+    """
+    proxy.at("pause", 1, lambda: database.execute(change))
+    result = program.inside(configuration(proxy.conninfo(database), SESSIONS, batch_size=100), "--once")
+    assert (result.returncode, database.count("live")) == (1, 200), result.output
     assert "were changed while the run was on it" in result.stdout
 
 
-def test_rows_that_move_behind_the_walk_are_found(database: Database, program: Program) -> None:
+def test_rows_that_move_behind_the_walk_are_found(database: Database, program: Program, proxy: Proxy) -> None:
     """An update of every row appends them all to the table, where a walk by pages has no page; they go all the same."""
     database.execute(f"""
         CREATE TABLE sessions (id int PRIMARY KEY, updated_at timestamptz, seen int);
         INSERT INTO sessions SELECT i, {OLD} FROM generate_series(1, 3000) i
     """)
     database.grant("sessions", select="id, updated_at")
-    process = program.start(
-        configuration(database.conninfo, SESSIONS, batch_size=500, pause="500ms"), "--once", "--json"
-    )
-    until(lambda: database.count("sessions") < 3000, "the first batch")
-    database.execute("UPDATE sessions SET seen = 1")
-    sessions = program.finish(process).policies["sessions"]
+    proxy.at("pause", 1, lambda: database.execute("UPDATE sessions SET seen = 1"))
+    result = program.inside(configuration(proxy.conninfo(database), SESSIONS, batch_size=500), "--once", "--json")
+    assert proxy.happened == ["pause"]
+    sessions = result.policies["sessions"]
     assert (sessions["deleted"], sessions["backlog"], database.count("sessions")) == (3000, 0, 0)
 
 

@@ -17,11 +17,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from lab import POLICIES, SYSTEMS, Database, Line, Program, Result, clean_environment, configuration, log, until
+from lab import (
+    POLICIES,
+    PROMPTLY,
+    SYSTEMS,
+    Database,
+    Line,
+    Program,
+    Result,
+    clean_environment,
+    configuration,
+    log,
+    until,
+)
 
 SICR = "identity.sign_in_confirmation_requests"
-#: What users are promised, from a signal to the end; and a second for a loaded machine.
-PROMPTLY = 5.0 + 1.0
 
 #: The journal's fields of each event, beside EVENT, JOB_RUN_ID and MESSAGE_ID, and those that may be left out.
 EVENTS: dict[str, tuple[str, str]] = {
@@ -229,29 +239,33 @@ def test_a_log_that_cannot_be_written_does_not_stop_the_purge(systems: Database,
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("verb", [("--once",), ("--once", "--json"), ("--check",)], ids=" ".join)
-def test_output_that_nobody_reads_does_not_hold_up_a_stop(
-    systems: Database, program: Program, verb: tuple[str, ...]
-) -> None:
+def test_output_that_nobody_reads_does_not_hold_up_a_stop(systems: Database, program: Program) -> None:
     """A pager that was left open, and a pipe that is full: 5 s after SIGTERM the process is gone."""
-    reading, writing = os.pipe()
-    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
     policies = {f"policy_with_quite_a_long_name_{number}": POLICIES["sicr"] for number in range(90)}
     systems.execute("DROP INDEX identity.ix_sicr_created_at")
     program.write(configuration(systems.conninfo, policies))
-    process = subprocess.Popen(
-        program.command(*verb), stdout=writing, stderr=subprocess.DEVNULL, env=clean_environment(), cwd="/"
-    )
+    readers, processes = [], []
     try:
-        waiting = pathlib.Path(f"/proc/{process.pid}/wchan")
-        until(lambda: "pipe" in waiting.read_text(), "the pipe is full")
-        process.send_signal(signal.SIGTERM)
-        process.wait(PROMPTLY)
+        for verb in (["--once"], ["--once", "--json"], ["--check"]):
+            reading, writing = os.pipe()
+            readers.append(reading)
+            fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+            command, env = program.command(*verb), clean_environment()
+            processes.append(subprocess.Popen(command, stdout=writing, stderr=subprocess.DEVNULL, env=env, cwd="/"))
+            os.close(writing)
+        for process in processes:
+            waiting = pathlib.Path(f"/proc/{process.pid}/wchan")
+            until(lambda waiting=waiting: "pipe" in waiting.read_text(), "the pipe is full")  # type: ignore[misc]
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        for process in processes:
+            process.wait(PROMPTLY)
     finally:
-        process.kill()
-        process.wait()
-        os.close(reading)
-        os.close(writing)
+        for process in processes:
+            process.kill()
+            process.wait()
+        for reading in readers:
+            os.close(reading)
 
 
 def test_without_stderr_stdout_is_still_one_object(systems: Database, program: Program) -> None:

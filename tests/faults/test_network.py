@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
-from lab import POLICIES, SYSTEMS, Database, Program, Result, Server, configuration, log, until
+from lab import POLICIES, PROMPTLY, SYSTEMS, Database, Program, Result, Server, configuration, log, until
 from servers import Proxy, sessions
 
 TOKENS = {"tokens": POLICIES["tokens_expired"]}
@@ -26,8 +26,6 @@ WHEN = 3
 STATEMENT, CONNECT = 2, 2
 #: What users are promised, in seconds: an answer is waited for so much longer; the server is tried again so long.
 SLACK, RECONNECT = 10, 30
-#: From a signal to the end, and a second for a loaded machine.
-PROMPTLY = 5.0 + 1.0
 #: Of a loaded machine.
 LOAD = 20
 
@@ -187,36 +185,46 @@ def holding(database: Database) -> int:
 # ── The server's side ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("stage", ["batch", "running", "batch answered", "commit"])
-def test_the_server_is_rid_of_a_client_whose_machine_died(stage: str, new_run: NewRun) -> None:
-    """Nobody closes the connection. No statement, lock or snapshot of ours outlives the time-out by much.
-
-    What may be left of a statement that was `running` is a session that does nothing: its transaction has failed, and
-    it waits to be told so for as long as its kernel believes in the connection.
-    """
-    run = new_run(stage)
-    if stage == "running":
+def die(run: Run) -> None:
+    """The program's machine dies, at the stage of the first batch that gives the run its name."""
+    if run.name == "running":
         run.database.execute(
             "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS"
             " $$ BEGIN PERFORM pg_catalog.pg_sleep(600); RETURN OLD; END $$;"
             "CREATE TRIGGER slow BEFORE DELETE ON refresh_tokens FOR EACH ROW EXECUTE FUNCTION slow()"
         )
     else:
-        run.proxy.at(stage, 1, run.proxy.freeze)
+        run.proxy.at(run.name, 1, run.proxy.freeze)
     process = run.program.start(run.config, "--once", "--json")
-    if stage == "running":
+    if run.name == "running":
         sleeping = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'PgSleep'"
         until(lambda: run.database.value(sleeping), "the trigger sleeps")
         run.proxy.freeze()
     else:
         until(lambda: run.proxy.happened, "the network is dead")
-    assert sessions(run.database)
+    assert sessions(run.database), run.name
     run.program.kill()
     assert process.returncode == -9
-    until(lambda: not holding(run.database), "nothing is held", STATEMENT + LOAD / 2)
-    if stage != "running":
-        until(lambda: not sessions(run.database), "no session is left", STATEMENT + LOAD / 2)
+
+
+def assert_rid_of(run: Run) -> None:
+    until(lambda: not holding(run.database), f"nothing is held: {run.name}", STATEMENT + LOAD / 2)
+    if run.name != "running":
+        until(lambda: not sessions(run.database), f"no session is left: {run.name}", STATEMENT + LOAD / 2)
     assert run.gone == 0
+
+
+def test_the_server_is_rid_of_a_client_whose_machine_died(new_run: NewRun) -> None:
+    """Nobody closes the connection. No statement, lock or snapshot of ours outlives the time-out by much.
+
+    What may be left of a statement that was `running` is a session that does nothing: its transaction has failed, and
+    it waits to be told so for as long as its kernel believes in the connection.
+    """
+    runs = [new_run(stage) for stage in ("batch", "running", "batch answered", "commit")]
+    for run in runs:
+        die(run)
+    for run in runs:
+        assert_rid_of(run)
 
 
 # ── TCP ───────────────────────────────────────────────────────────────────────────────────────────────────────────────

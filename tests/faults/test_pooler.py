@@ -10,12 +10,10 @@ from typing import Any
 import psycopg
 import pytest
 from chains import TABLE, load
-from lab import POLICIES, Database, Program, configuration, log, until
+from lab import POLICIES, PROMPTLY, Database, Program, configuration, log, until
 from pooler import Pooler
 
 SICR = "identity.sign_in_confirmation_requests"
-#: What users are promised: from the signal to the end.
-PROMPTLY = 5.0
 
 
 @pytest.fixture

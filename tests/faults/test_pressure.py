@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 from lab import POLICIES, Database, Line, Program, configuration, log, until
@@ -110,25 +109,26 @@ def test_who_queues_behind_our_wait_waits_no_longer_than_lock_timeout(systems: D
 
 def test_a_migration_waits_for_one_batch(systems: Database, program: Program) -> None:
     """ALTER TABLE, and whoever queues behind it, gets its turn after the batch in flight, not after the run."""
-    fill(systems, 2000)
-    slow(systems, 0.002)
-    process = program.start(configuration(systems.conninfo, ONE, batch_size=50), "--once", "--json")
-    until(lambda: systems.count(SICR) < 2000, "a first batch")
-    migration = systems.connect(autocommit=False)
-    seen: dict[str, Any] = {}
-    count = f"SELECT count(*) FROM {SICR}"
-
-    def migrate() -> None:
-        (seen["before"],) = migration.execute(count).fetchone() or (None,)
-        migration.rollback()
-        migration.execute(f"ALTER TABLE {SICR} ADD COLUMN device text")
-        (seen["after"],) = migration.execute(count).fetchone() or (None,)
-        migration.commit()
-
-    thread = threading.Thread(target=migrate)
-    thread.start()
-    thread.join(60)
-    assert seen["after"] > 0, "the run is not over"
-    assert seen["before"] - seen["after"] <= 3 * 50, "the batch in flight, and what went before the request"
+    fill(systems, 500)
+    systems.execute(
+        "CREATE FUNCTION gate() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
+        "    IF OLD.phone_number = '75' THEN PERFORM pg_advisory_xact_lock(4711); END IF; RETURN OLD; END $$;"
+        f"CREATE TRIGGER gate BEFORE DELETE ON {SICR} FOR EACH ROW EXECUTE FUNCTION gate()"
+    )
+    gate, migration = systems.connect(), systems.connect(autocommit=False)
+    gate.execute("SELECT pg_advisory_lock(4711)")
+    config = configuration(systems.conninfo, ONE, database={"lock_timeout": "1m"}, batch_size=50)
+    process = program.start(config, "--once", "--json")
+    until(
+        lambda: systems.value("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"),
+        "the second batch is in flight",
+    )
+    migrating = threading.Thread(target=migration.execute, args=[f"ALTER TABLE {SICR} ADD COLUMN device text"])
+    migrating.start()
+    until(lambda: waiters(systems, "AccessExclusiveLock"), "the migration waits")
+    gate.execute("SELECT pg_advisory_unlock(4711)")
+    migrating.join(60)
+    assert migration.execute(f"SELECT count(*) FROM {SICR}").fetchone() == (400,), "two batches have gone"
+    migration.commit()
     result = program.finish(process)
-    assert (result.returncode, result.policies["sicr"]["deleted"], systems.count(SICR)) == (0, 2000, 0), result.output
+    assert (result.returncode, result.policies["sicr"]["deleted"], systems.count(SICR)) == (0, 500, 0), result.output

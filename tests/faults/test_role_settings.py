@@ -276,7 +276,7 @@ def test_an_idle_time_out_between_two_batches_costs_nothing(systems: Database, p
     systems.execute(
         "INSERT INTO refresh_tokens (expires_at) SELECT now() - interval '1 day' FROM generate_series(1, 40)"
     )
-    systems.execute(f"ALTER ROLE retention IN DATABASE {systems.name} SET idle_session_timeout = '300ms'")
+    systems.execute(f"ALTER ROLE retention IN DATABASE {systems.name} SET idle_session_timeout = '600ms'")
     policies = {"tokens": POLICIES["tokens_expired"]}
     result = program.inside(configuration(systems.conninfo, policies, batch_size=10, pause="1s"), "--once", "--json")
     tokens = result.policies["tokens"]

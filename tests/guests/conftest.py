@@ -8,16 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 from guest import RUNS_ON, SUITES, Guest
-from lab import TOP
 
 
 @pytest.fixture(scope="session")
-def package(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def package(built: pathlib.Path) -> pathlib.Path:
     """The package, as packaging/build-deb builds it from this checkout."""
-    directory = tmp_path_factory.mktemp("dist")
-    subprocess.run([TOP / "packaging" / "build-deb", directory], check=True, stdout=subprocess.DEVNULL)
-    (built,) = directory.glob("session-retention_*_all.deb")
-    return built
+    (package,) = built.glob("session-retention_*_all.deb")
+    return package
 
 
 @pytest.fixture(scope="session")

@@ -36,14 +36,6 @@ def build(checkout: pathlib.Path, target: pathlib.Path, **environment: str) -> d
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The directory with the package and its source package."""
-    target = tmp_path_factory.mktemp("dist")
-    build(TOP, target)
-    return target
-
-
-@pytest.fixture(scope="module")
 def unpacked(built: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     tree = tmp_path_factory.mktemp("tree")
     (package,) = built.glob("*.deb")

@@ -26,7 +26,7 @@ def test_pip_installs_the_same_command(tmp_path: pathlib.Path) -> None:
     checkout.mkdir()  # a copy: building leaves its traces where the source is
     for name in SHIPPED:
         shutil.copy(TOP / name, checkout)
-    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
 
     def run(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
         program, *arguments = command
@@ -43,7 +43,8 @@ def test_pip_installs_the_same_command(tmp_path: pathlib.Path) -> None:
         )
 
     def install(what: str) -> None:
-        run("pip", "install", "--quiet", "--disable-pip-version-check", what)
+        pip = ["/usr/bin/pip", "--python", str(environment), "install", "--quiet", "--disable-pip-version-check", what]
+        subprocess.run(pip, cwd=checkout, env=clean_environment(), check=True)
 
     install(".")
     assert run("session-retention", "--version", cwd="/").stdout == f"session-retention {retention.VERSION}\n"

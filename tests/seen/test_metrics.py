@@ -171,7 +171,7 @@ def test_counters_go_on_from_run_to_run(systems: Database, program: Program) -> 
 
 def test_a_killed_run_takes_back_nothing_that_was_reported(systems: Database, program: Program) -> None:
     """Counts are saved every few seconds; after SIGKILL the next run goes on from there and the history has both."""
-    fill(systems, 400)
+    fill(systems, 1000)
     systems.execute(
         "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS"
         f" $$ BEGIN PERFORM pg_sleep(0.005); RETURN OLD; END $$;"
@@ -188,7 +188,7 @@ def test_a_killed_run_takes_back_nothing_that_was_reported(systems: Database, pr
     process.send_signal(signal.SIGKILL)
     process.wait()
     before = reported()
-    assert 0 < before <= 400 - systems.count(SICR) < 400, "while it was under way"
+    assert 0 < before <= 1000 - systems.count(SICR) < 1000, "while it was under way"
     systems.execute(f"DROP TRIGGER slow ON {SICR}")
     until(lambda: not systems.value("SELECT count(*) FROM pg_stat_activity WHERE usename = 'retention'"), "its end")
     rest = systems.count(SICR)

@@ -15,11 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from lab import POLICIES, Database, Line, Program, clean_environment, configuration, until
+from lab import POLICIES, PROMPTLY, Database, Line, Program, clean_environment, configuration, until
 from servers import sessions
 
-#: What users are promised, from a signal to the end; and a second for a loaded machine.
-PROMPTLY = 5.0 + 1.0
 SLOW: dict[str, Any] = {"batch_size": 10, "pause": "100ms"}
 
 
@@ -130,7 +128,7 @@ def test_a_long_run_shows_how_far_it_is_and_ends_at_ctrl_c(systems: Database, te
     """
     fill(systems, 1000)
     shown = terminal(configuration(systems.conninfo, **SLOW, max_run_duration="30m"), "--once", width=80)
-    progress = shown.shows(r"^sicr +\S+ +(\d+)% (\d+) of about ([\d,]+) rows deleted, [\d,]+/s, budget left 29m5\ds$")
+    progress = shown.shows(r"^sicr +\S+ +(\d+)% (\d+) of about ([\d,]+) rows deleted, [\d,]+/s, budget left 29m\d+s$")
     share, deleted, estimate = (int(number.replace(",", "")) for number in progress.groups())
     assert 0 < deleted < 1000 == estimate
     assert share == deleted * 100 // estimate
@@ -206,21 +204,22 @@ def test_plain_lines_where_a_bar_cannot_be(
 def test_a_terminal_that_is_closed(systems: Database, terminal: Open, program: Program, how: str) -> None:
     """The window is closed over a run by hand, or a line is lost: as SIGTERM, and it is logged and recorded how far it
     came. Under nohup it goes on to its end, as it was asked to."""
-    fill(systems, 60)
+    rows = 1000 if how == "closed" else 60
+    fill(systems, rows)
     config = configuration(systems.conninfo, {"sicr": POLICIES["sicr"]}, **SLOW)
     if how == "closed":
         shown = terminal(config, "--once")
-        shown.shows(r"^sicr .* \d+ rows deleted")
+        shown.shows(r"^sicr .* \d+ of about 1,000 rows deleted")
     else:
         shown = terminal(config, "--once", before="nohup", more=">nohup.out 2>&1")
-        until(lambda: systems.count("identity.sign_in_confirmation_requests") < 60, "the first batch")
+        until(lambda: systems.count("identity.sign_in_confirmation_requests") < rows, "the first batch")
     shown.tmux("kill-server")
     until(lambda: sessions(systems) == [], "the run has ended", PROMPTLY)
     left = systems.count("identity.sign_in_confirmation_requests")
     told = json.loads(program(None, "--status", "--json").stdout)
-    assert told["policies"]["sicr"]["deleted_total"] == 60 - left
+    assert told["policies"]["sicr"]["deleted_total"] == rows - left
     if how == "closed":
-        assert 0 < left < 60
+        assert 0 < left < rows
         assert (told["last_run"]["stop_reason"], told["last_run"]["exit_status"]) == ("signal", 0)
     else:
         assert (left, told["last_run"]["stop_reason"]) == (0, "drained")

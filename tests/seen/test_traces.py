@@ -18,14 +18,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from lab import POLICIES, PROGRAM, Database, Program, Result, configuration, log
+from lab import POLICIES, PROGRAM, PROMPTLY, Database, Program, Result, configuration, log
 
 #: An interpreter that has OpenTelemetry: Debian 12 has no package of it.
 ENVIRONMENT = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / (
     "session-retention-tests/environment/bin/python"
 )
-#: What users are promised, from a signal to the end; and a second for a loaded machine.
-PROMPTLY = 5.0 + 1.0
 #: How long a run waits for the receiver at its end; and two seconds for a loaded machine and a log in whole seconds.
 PATIENCE = 5.0 + 2.0
 

@@ -19,11 +19,9 @@ TIMER = "session-retention.timer"
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    directory = tmp_path_factory.mktemp("dist")
-    subprocess.run([TOP / "packaging" / "build-deb", directory], check=True)
-    (built,) = directory.glob("*.deb")
-    return built
+def package(built: pathlib.Path) -> pathlib.Path:
+    (package,) = built.glob("*.deb")
+    return package
 
 
 @pytest.fixture(params=SUITES)

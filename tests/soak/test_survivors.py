@@ -9,7 +9,7 @@ import survivors
 from hypothesis import HealthCheck, given, settings
 from lab import Database, Program
 
-_made: dict[tuple[bool, str], Database] = {}
+_made: dict[tuple[bool, str, bool], Database] = {}
 
 
 @settings(
@@ -24,8 +24,7 @@ def test_a_run_leaves_what_the_model_leaves(
     case: survivors.Case, new_database: Callable[[], Database], program: Program
 ) -> None:
     """As in tests/database; a failure prints what reproduces it. RETENTION_SOAK_EXAMPLES sets how many."""
-    key = case.indexed, case.references
-    if key not in _made:
-        _made[key] = survivors.prepare(new_database(), indexed=case.indexed, references=case.references)
-    seen, foreseen = survivors.observe(_made[key], program, case)
+    if case.variant not in _made:
+        _made[case.variant] = survivors.prepare(new_database(), case.variant)
+    seen, foreseen = survivors.observe(_made[case.variant], program, case)
     assert seen == foreseen
