@@ -1582,13 +1582,14 @@ SELECT CASE WHEN NOT pg_catalog.has_schema_privilege(c.relnamespace, 'USAGE') TH
 FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = %(oid)s
 """
 # Of PostgreSQL 17 on there is a privilege for it; before, it is for owners.
-VACUUM_RIGHTS = """
-SELECT pg_has_role(c.relowner, 'USAGE') OR pg_has_role(d.datdba, 'USAGE') OR CASE
-           WHEN current_setting('server_version_num')::int >= 170000 THEN has_table_privilege(c.oid, 'MAINTAIN')
-           ELSE false END,
-       current_setting('server_version_num')::int >= 170000
-FROM pg_catalog.pg_class c, pg_catalog.pg_database d WHERE c.oid = %(oid)s AND d.datname = current_database()
-"""
+VACUUM_RIGHTS = f"""
+SELECT string_agg(r.oid::regclass::text, ', ' ORDER BY r.oid), current_setting('server_version_num')::int >= 170000
+FROM pg_catalog.pg_class c JOIN pg_catalog.pg_class r ON r.oid = ANY ({TREE}), pg_catalog.pg_database d
+WHERE c.oid = %(oid)s AND d.datname = current_database()
+    AND NOT (pg_has_role(r.relowner, 'USAGE') OR pg_has_role(d.datdba, 'USAGE') OR CASE
+        WHEN current_setting('server_version_num')::int >= 170000 THEN has_table_privilege(r.oid, 'MAINTAIN')
+        ELSE false END)
+"""  # noqa: S608, of our own text
 # Whether row security applies to us; rules that rewrite a DELETE; triggers before a row is deleted (of pg_trigger.h:
 # row 1, before 2, delete 8); a publication of deletes for a table by whose rows a subscriber could not know them again.
 HINDRANCES = f"""
@@ -1903,11 +1904,11 @@ class Inspection:
         """Why the role may not VACUUM the table, if it is to; the server would pass over it with a mere warning."""
         if not self.options.vacuum:
             return None
-        ((may_vacuum, grantable),) = self.ask(VACUUM_RIGHTS)
-        if may_vacuum:
+        ((denied, grantable),) = self.ask(VACUUM_RIGHTS)
+        if not denied:
             return None
         leave = "leave it to autovacuum, with run.vacuum = false"
-        grant = f"GRANT MAINTAIN ON {self.name.sql} TO {self.role};  -- or {leave}"
+        grant = f"GRANT MAINTAIN ON {denied} TO {self.role}; -- or {leave}"
         self.report("vacuum_denied", cure=grant if grantable else f"{leave}: before PostgreSQL 17 only the owner may")
         finding = self.findings[-1]
         return f"{finding.message}: {finding.remedy}"
@@ -3612,12 +3613,14 @@ class Tally:
             self.undeletable, self.left = self.undeletable + batch.claimed, self.left - batch.claimed
 
 
-LONGEST_STRETCH = 4  # such a batch costs as much as one that deletes
+LONGEST_STRETCH = 4  # of the largest batch: to read so many rows costs as much as to delete that
 
 
-def stretched(stretch: int, batch: Batch, limit: int) -> int:
+def stretched(stretch: int, batch: Batch, limit: int, size: int) -> int:
     """How many times as many rows as it may delete the next batch reads, where few of them are the policy's."""
-    return min(LONGEST_STRETCH, stretch * 2) if batch.looked < limit / 2 else max(1, stretch // 2)
+    if batch.looked < limit / 2:
+        return max(1, min(LONGEST_STRETCH * size // limit, stretch * 2))
+    return max(1, stretch // 2)
 
 
 class AlongIndex:
@@ -3626,9 +3629,9 @@ class AlongIndex:
     # Rows of one age are sorted again by each batch that starts among them; from here on the other walk is cheaper.
     MANY_OF_ONE_AGE = 1000
 
-    def __init__(self, walk: Walk, bound: str, first: str) -> None:
-        """`first` is an address before all others."""
-        self.walk, self.first = walk, first
+    def __init__(self, walk: Walk, bound: str, first: str, size: int) -> None:
+        """`first` is an address before all others, `size` how large a batch may be."""
+        self.walk, self.first, self.size = walk, first, size
         self.age, self.tid = (bound if walk.descending else "-infinity"), first
         self.of_one_age = 0
         self.stretch = 1
@@ -3648,7 +3651,7 @@ class AlongIndex:
                 self.age, self.tid = "-infinity", self.first
             return
         self.of_one_age = self.of_one_age + limit * self.stretch if batch.last_age == self.age else 0
-        self.stretch = stretched(self.stretch, batch, limit)
+        self.stretch = stretched(self.stretch, batch, limit, self.size)
         self.age, self.tid = batch.last_age, batch.last_tid
 
 
@@ -3657,7 +3660,9 @@ class AlongKey:
 
     crowded = False
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        """`size` is how large a batch may be."""
+        self.size = size
         self.tid: str | None = None
         self.stretch = 1
         self.done = False
@@ -3667,7 +3672,7 @@ class AlongKey:
 
     def advance(self, batch: Batch, limit: int) -> None:
         self.tid, self.done = batch.last_tid, batch.last_tid is None
-        self.stretch = stretched(self.stretch, batch, limit)
+        self.stretch = stretched(self.stretch, batch, limit, self.size)
 
 
 class AcrossPages:
@@ -3722,7 +3727,7 @@ STANDBYS = """
 SELECT r.application_name, r.state IS NULL, r.replay_lsn - '0/0', EXTRACT(EPOCH FROM r.replay_lag)::float8,
        pg_current_wal_lsn() - '0/0', current_user::text
 FROM pg_stat_replication r
-WHERE COALESCE(r.state IN ('streaming', 'catchup'), true) AND NOT EXISTS (
+WHERE (r.state IS NULL OR r.state IN ('streaming', 'catchup') AND r.replay_lsn IS NOT NULL) AND NOT EXISTS (
     SELECT FROM pg_replication_slots s WHERE s.active_pid = r.pid AND s.slot_type = 'logical')
 """
 
@@ -3841,7 +3846,7 @@ class Phase:
 
     def adapted(self, limit: int, seconds: float) -> int:
         """How large the next batch may be, one of `limit` rows having taken so many seconds; twice that at most."""
-        self.quickest = min(self.quickest, seconds)
+        self.quickest = seconds if limit == 1 else min(self.quickest, seconds)  # no smaller batch would be quicker
         allowed = max(self.UNNOTICED if self.options.pause is None else self.LONGEST, 2 * self.quickest)
         return max(1, min(self.size, 2 * limit, int(limit * allowed / max(seconds, 0.001))))
 
@@ -3871,9 +3876,9 @@ class Phase:
             raise PolicyFailedError(f"table {self.table.name} does not exist any more", "42P01")
         self.file, self.pages, rows_per_page = row
         if not self.out_of_order:
-            return AlongIndex(self.walk, self.bound, "" if self.table.key else "(0,0)")
+            return AlongIndex(self.walk, self.bound, "" if self.table.key else "(0,0)", self.size)
         if self.table.key:
-            return AlongKey()
+            return AlongKey(self.size)
         return AcrossPages(self.walk, self.pages, max(rows_per_page, 0.01), self.limit)
 
     def run(self) -> str:
@@ -3949,6 +3954,7 @@ class Phase:
             try:
                 if self.held_back():
                     continue
+                started = clock()
                 batch = self.execute(seeds, limit)
             except psycopg.Error as error:
                 recovered = self.recover(error, seeds)
@@ -3968,7 +3974,10 @@ class Phase:
             else:
                 self.position.advance(batch, limit)
             self.seeds.update(dict.fromkeys(batch.freed))
-            self.limit = self.adapted(limit, seconds) if refused is None else 1
+            if refused is not None:
+                self.limit = 1
+            elif batch.deleted:  # one that found nothing says nothing of what deleting takes
+                self.limit = self.adapted(limit, seconds)
             if batch.deleted:
                 self.report.batch_deleted(self.table.policy, batch.deleted, limit, seconds)
             if self.position.crowded or self.better_by_pages():
@@ -4096,7 +4105,7 @@ class Phase:
                 self.session.connect_in_place_of(lost, urgent=doubtful is not None)
                 raise_errors(judge_server(self.session, self.options.pause))
                 committed = doubtful is not None and self.went_through(doubtful)
-                self.deleted = deleted
+                self.deleted, self.in_doubt = deleted, None  # settled, whatever is lost before the next batch
                 return (doubtful, None) if doubtful and committed else None
             except (UnavailableError, psycopg.OperationalError) as error:
                 if self.session.interrupts.requested:
@@ -4537,12 +4546,16 @@ def run_phases(
             report.vacuumed(table.name, clock() - began, why_not)
 
 
-# How many of the table, or of its partitions, were not vacuumed since.
-NOT_VACUUMED = f"""
-SELECT count(*) FROM pg_class c JOIN pg_class r ON r.oid = ANY ({TREE}) AND r.relkind = 'r'
-    JOIN pg_stat_all_tables s ON s.relid = r.oid
-WHERE c.oid = %(oid)s AND (s.last_vacuum < %(began)s::timestamptz) IS NOT FALSE
-"""  # noqa: S608, of our own text
+# How many of the table, or of its partitions, were not vacuumed since, if the server keeps count of that. (Looking a
+# tree of partitions up in the catalog waits for no lock, as pg_partition_tree does.)
+NOT_VACUUMED = b"""
+WITH RECURSIVE tree (oid) AS (
+    SELECT %(oid)s::oid UNION ALL SELECT i.inhrelid FROM pg_inherits i JOIN tree ON i.inhparent = tree.oid
+)
+SELECT count(*) FROM tree JOIN pg_class c ON c.oid = tree.oid AND c.relkind = 'r'
+    JOIN pg_stat_all_tables s ON s.relid = c.oid
+WHERE current_setting('track_counts')::boolean AND (s.last_vacuum < %(began)s::timestamptz) IS NOT FALSE
+"""
 
 
 def vacuum(job: Job, table: Table) -> str | None:
@@ -4550,18 +4563,20 @@ def vacuum(job: Job, table: Table) -> str | None:
     seconds = job.end - clock()
     if table.no_vacuum:
         return table.no_vacuum
-    if job.session.interrupts.requested or seconds <= 0:
+    if job.session.interrupts.requested:
+        return "the run was stopped"
+    if seconds <= 0:
         return "no time was left"
     try:
         with job.session.transaction(snapshot=True) as transaction:
             (began,) = transaction.row("SELECT clock_timestamp()::text")
-        # one that is locked, by another VACUUM for example, is not waited for
-        statement = sql.SQL("VACUUM (ANALYZE, SKIP_LOCKED) {}").format(
-            sql.Identifier(table.name.schema, table.name.name)
+        # one that is locked, by another VACUUM for example, is not waited for; a sample of all partitions would be
+        statement = sql.SQL("VACUUM (ANALYZE {}, SKIP_LOCKED) {}").format(
+            sql.SQL("off" if table.key else "on"), sql.Identifier(table.name.schema, table.name.name)
         )
         job.session.execute_alone(statement, seconds)
         with job.session.transaction(snapshot=True) as transaction:
-            (missed,) = transaction.row(NOT_VACUUMED.encode(), {"oid": table.oid, "began": began})
+            (missed,) = transaction.row(NOT_VACUUMED, {"oid": table.oid, "began": began})
         return "the server passed over it: it was locked, perhaps" if missed else None
     except psycopg.errors.QueryCanceled:
         return "it took too long"
@@ -5147,13 +5162,15 @@ def show_policy(name: str, policy: dict[str, Any], now: dt.datetime) -> Iterator
 MAINTAINING = (
     "table",
     "It may VACUUM the tables. (From PostgreSQL 17 on; before, only their owner may.)",
-    """SELECT format('GRANT MAINTAIN ON %s TO %I', {table}::regclass, {role})
-WHERE current_setting('server_version_num')::int >= 170000""",
+    """SELECT format('GRANT MAINTAIN ON %s TO %I', string_agg(t.oid::regclass::text, ', ' ORDER BY t.oid), {role})
+FROM (SELECT {table} AS oid UNION SELECT relid FROM pg_partition_tree({table})) t
+WHERE current_setting('server_version_num')::int >= 170000 HAVING count(t.oid) > 0""",
 )
 SEEING_STANDBYS = (
     "once",
     "It sees how far standbys are behind.",
-    "SELECT format('GRANT pg_read_all_stats TO %I', {role})",
+    """SELECT format('GRANT pg_read_all_stats TO %I', {role}) WHERE NOT EXISTS (
+    SELECT FROM pg_roles WHERE rolname = {role} AND pg_has_role(oid, 'pg_read_all_stats', 'USAGE'))""",
 )
 SETUP = (
     (

@@ -412,6 +412,10 @@ class Line:
             return "record_failed"
         if self.message == "trying to connect again":
             return "connect_retried"
+        if self.message == "waiting for a standby":
+            return "standby_awaited"
+        if self.message == "table not vacuumed":
+            return "vacuum_skipped"
         return "job_skipped" if self.message == "outside the night window" else self.message.replace(" ", "_")
 
 
