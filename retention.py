@@ -1971,9 +1971,11 @@ class Walk:
 #   passed      t was walked over before this batch (descending walks only)
 WALKS = {
     "index": {
-        "ahead": "(t.{age}, {address}) OPERATOR(pg_catalog.{beyond}) (%(age)s::{type}, %(tid)s::{address_type})",
+        "ahead": "(%(age)s::{type} IS NULL"
+        " OR (t.{age}, {address}) OPERATOR(pg_catalog.{beyond}) (%(age)s::{type}, %(tid)s::{address_type}))",
         "order": "t.{age} {direction}, {address} {direction}",
-        "passed": "(t.{age}, {address}) OPERATOR(pg_catalog.>=) (%(age)s::{type}, %(tid)s::{address_type})",
+        "passed": "(%(done)s::boolean"
+        " OR (t.{age}, {address}) OPERATOR(pg_catalog.>=) (%(age)s::{type}, %(tid)s::{address_type}))",
     },
     "key": {
         "ahead": "(%(tid)s::text IS NULL OR ({key}) OPERATOR(pg_catalog.{beyond}) ({position}))",
@@ -2356,17 +2358,9 @@ def explained(table: Table) -> tuple[sql.Composed, dict[str, Any]]:
     """EXPLAIN of the batch statement, and its parameters: the server says what it would refuse, and does nothing."""
     walk = walk_of(table, "index" if table.indexed else table.other_walk)
     batch = closed_batch(table, walk, walk.parts["look"]) if table.references else simple_batch(walk)
-    tid = None if table.key else "(0,0)"
-    position: dict[str, Any] = {
-        "age": "-infinity",
-        "tid": tid,
-        "edge": tid,
-        "done": False,
-        "scan": 1,
-        "limit": 1,
-        "seeds": [],
-    }
-    parameters = {**parameters_of(table, "-infinity"), **identity(table.policy), **position}
+    # no times, for which the planner would read the ends of the index
+    position: dict[str, Any] = {**dict.fromkeys(("bound", "age", "tid", "edge")), "done": False, "scan": 1, "limit": 1}
+    parameters = {**parameters_of(table, ""), **identity(table.policy), **position, "seeds": []}
     return sql.SQL("EXPLAIN {}").format(batch), {**parameters, "delete": False, "locked": None}
 
 
@@ -3624,55 +3618,32 @@ def stretched(stretch: int, batch: Batch, limit: int, size: int) -> int:
 
 
 class AlongIndex:
-    """A position in the order of age. `done` once a batch found the end."""
+    """A position in the order of age, or of the primary key. `done` once a batch found the end."""
 
     # Rows of one age are sorted again by each batch that starts among them; from here on the other walk is cheaper.
     MANY_OF_ONE_AGE = 1000
 
-    def __init__(self, walk: Walk, bound: str, first: str, size: int) -> None:
-        """`first` is an address before all others, `size` how large a batch may be."""
-        self.walk, self.first, self.size = walk, first, size
-        self.age, self.tid = (bound if walk.descending else "-infinity"), first
+    def __init__(self, walk: Walk, size: int) -> None:
+        """`size` is how large a batch may be."""
+        self.walk, self.size = walk, size
+        self.age: str | None = None
+        self.tid: str | None = None
         self.of_one_age = 0
         self.stretch = 1
         self.done = False
 
     def parameters(self, limit: int) -> dict[str, Any]:
-        return {"age": self.age, "tid": self.tid, "scan": limit * self.stretch}
+        return {"age": self.age, "tid": self.tid, "scan": limit * self.stretch, "done": self.done}
 
     @property
     def crowded(self) -> bool:
         return self.of_one_age >= self.MANY_OF_ONE_AGE
 
     def advance(self, batch: Batch, limit: int) -> None:
-        if batch.last_age is None or batch.last_tid is None:
-            self.done = True
-            if self.walk.descending:  # everything counts as walked over now
-                self.age, self.tid = "-infinity", self.first
-            return
-        self.of_one_age = self.of_one_age + limit * self.stretch if batch.last_age == self.age else 0
+        same_age = self.walk.name == "index" and batch.last_age is not None and batch.last_age == self.age
+        self.of_one_age = self.of_one_age + limit * self.stretch if same_age else 0
         self.stretch = stretched(self.stretch, batch, limit, self.size)
-        self.age, self.tid = batch.last_age, batch.last_tid
-
-
-class AlongKey:
-    """A position in the order of the primary key, over all partitions. `done` once a batch found the end."""
-
-    crowded = False
-
-    def __init__(self, size: int) -> None:
-        """`size` is how large a batch may be."""
-        self.size = size
-        self.tid: str | None = None
-        self.stretch = 1
-        self.done = False
-
-    def parameters(self, limit: int) -> dict[str, Any]:
-        return {"tid": self.tid, "scan": limit * self.stretch, "done": self.done}
-
-    def advance(self, batch: Batch, limit: int) -> None:
-        self.tid, self.done = batch.last_tid, batch.last_tid is None
-        self.stretch = stretched(self.stretch, batch, limit, self.size)
+        self.age, self.tid, self.done = batch.last_age, batch.last_tid, batch.last_tid is None
 
 
 class AcrossPages:
@@ -3861,9 +3832,9 @@ class Phase:
             self.walk_statement = self.climb_statement = simple_batch(self.walk)
         self.tally = Tally()
         self.seeds: dict[str, None] = {}
-        self.position: AlongIndex | AlongKey | AcrossPages | None = None
+        self.position: AlongIndex | AcrossPages | None = None
 
-    def first_position(self) -> AlongIndex | AlongKey | AcrossPages:
+    def first_position(self) -> AlongIndex | AcrossPages:
         """The first position of a pass; remembers what the table's file is, and how long."""
         query = sql.SQL(
             "SELECT {}, pg_relation_size(c.oid::regclass) / current_setting('block_size')::bigint,"
@@ -3875,10 +3846,8 @@ class Phase:
         if row is None:
             raise PolicyFailedError(f"table {self.table.name} does not exist any more", "42P01")
         self.file, self.pages, rows_per_page = row
-        if not self.out_of_order:
-            return AlongIndex(self.walk, self.bound, "" if self.table.key else "(0,0)", self.size)
-        if self.table.key:
-            return AlongKey(self.size)
+        if self.walk.name != "pages":
+            return AlongIndex(self.walk, self.size)
         return AcrossPages(self.walk, self.pages, max(rows_per_page, 0.01), self.limit)
 
     def run(self) -> str:
