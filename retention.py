@@ -985,7 +985,7 @@ class Session:
             if self.interrupts.requested:
                 raise StoppedError from None
             raise
-        except (StoppedError, SilentServerError):
+        except (StoppedError, psycopg.OperationalError):  # stopped, silent or lost
             self.close()
             raise
         finally:
@@ -1227,7 +1227,7 @@ not_a_table error 42809
     -> name the table itself
 inherited error 42809
     {table} is {kind}, not a table of its own
-    -> name the partitioned table; tables that inherit from each other are not purged
+    -> name the partitioned table; a table from which others inherit is not purged
 key_missing error 42809
     {table} is {spread} and has no primary key of built-in types, by which alone its rows can be told apart
     -> add a primary key
@@ -1380,7 +1380,8 @@ class Finding:
 
 
 # ── What the database says of a table ─────────────────────────────────────────────────────────────────────────────────
-# Reads the catalog, once a run, and judges whether a policy can be carried out. Knows the policy and no clock.
+# Reads the catalog, once a run, and judges whether a policy can be carried out. Knows the policy, what a run is to do
+# beside deleting, and no clock.
 
 
 @dataclass(frozen=True, slots=True)
@@ -1447,7 +1448,7 @@ def without_zone(moment: dt.datetime) -> str:
     return moment.astimezone(UTC).replace(tzinfo=None).isoformat()
 
 
-# Whatever else a relation may be (an index, a sequence) is "no table".
+# Whatever else a relation may be (an index, a composite type) is "no table".
 KINDS_OF_RELATION = {
     "v": "a view",
     "m": "a materialized view",
@@ -1465,7 +1466,7 @@ TREE = "ARRAY (SELECT c.oid UNION SELECT p.relid FROM pg_partition_tree(c.oid) p
 OWN_TRIGGER = f"g.tgrelid = ANY ({TREE}) AND (g.tgrelid = c.oid OR g.tgparentid = 0)"
 # What was judged of a table, found by its name: which table that is, what its deletes set off (foreign keys into it are
 # triggers on it, too), and the columns that the policy goes by. A run deletes only while it is the same; partitions may
-# come and go.
+# come and go. (2 is the access method heap, whose rows need no key.)
 FINGERPRINT = f"""COALESCE((
     SELECT pg_catalog.concat_ws(' ', c.oid, c.relkind, c.relispartition,
         c.relkind <> 'p' AND EXISTS (SELECT FROM pg_catalog.pg_inherits i WHERE i.inhparent = c.oid),
@@ -1581,7 +1582,8 @@ SELECT CASE WHEN NOT pg_catalog.has_schema_privilege(c.relnamespace, 'USAGE') TH
              WHERE NOT pg_catalog.has_column_privilege(c.oid, u.name, 'SELECT') ORDER BY u.position)
 FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = %(oid)s
 """
-# Of PostgreSQL 17 on there is a privilege for it; before, it is for owners.
+# What of the table this role may not VACUUM. From PostgreSQL 17 on there is a privilege for it, which can be granted;
+# before, it takes the owner of the table or of the database.
 VACUUM_RIGHTS = f"""
 SELECT string_agg(r.oid::regclass::text, ', ' ORDER BY r.oid), current_setting('server_version_num')::int >= 170000
 FROM pg_catalog.pg_class c JOIN pg_catalog.pg_class r ON r.oid = ANY ({TREE}), pg_catalog.pg_database d
@@ -1654,12 +1656,12 @@ class Inspection:
     """One look at the catalog, in one snapshot. What is wrong is reported, and the look goes on as far as it can."""
 
     def __init__(self, transaction: Transaction, policy: Policy, options: RunOptions) -> None:
-        self.options = options
-        self.judged: Table | None = None
-        self.lifetime: Column | None = None  # where the policy does not go by it: when a row's token would expire
         self.transaction = transaction
         self.policy = policy
+        self.options = options
         self.name = policy.table
+        self.judged: Table | None = None
+        self.lifetime: Column | None = None  # where the policy does not go by it: when a row's token would expire
         self.findings: list[Finding] = []
         self.columns: dict[str, Column] = {}
         self.role = ""
@@ -1901,7 +1903,7 @@ class Inspection:
                 self.report("lag_unreadable")
 
     def refusal_to_vacuum(self) -> str | None:
-        """Why the role may not VACUUM the table, if it is to; the server would pass over it with a mere warning."""
+        """Why the role may not VACUUM the table, if it is to: the server would pass over it with a mere warning."""
         if not self.options.vacuum:
             return None
         ((denied, grantable),) = self.ask(VACUUM_RIGHTS)
@@ -1951,8 +1953,7 @@ def create_index(table: TableName, columns: Sequence[str], *, concurrently: bool
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """How a pass goes through a table: in the order of an index on age, by ranges of pages, or, over partitions, in the
-    order of the primary key.
+    """How a pass goes through a table: along an index on age, by ranges of pages, or, over partitions, by primary key.
 
     With references the walk goes from new to old, because a chain's children are as a rule newer than their parents,
     and then goes in one pass; without, from old to new. `parts` are what statements of the walk are made of, by the
@@ -3402,11 +3403,7 @@ class Report:
         self.traces.begin("batch", seconds_ago=seconds, phase=policy.name, batchSize=size, deletedCount=deleted)
         self.traces.end()
         self.count(policy, deleted)
-        more = (
-            self.phase_deleted + 1 + self.phase_deleted // 100
-        )  # a bar stays short of 100 % until the phase has ended
-        total = self.estimate and max(self.estimate, more)
-        self.view.show(policy.name, self.words(), self.phase_deleted, total)
+        self.view.show(policy.name, self.words(), self.phase_deleted, self.total())
         self.record.progress(self.log.job_run_id, policy.name, self.deleted)
 
     def standby_awaited(self, policy: Policy, standby: str, lag: float) -> None:
@@ -3414,9 +3411,10 @@ class Report:
         self.log.emit(
             STANDBY_AWAITED, "waiting for a standby", PHASE=policy.name, STANDBY=standby, LAG_MS=round(lag * 1000)
         )
-        self.view.show(policy.name, "waiting for a standby", self.phase_deleted, self.estimate, urgent=True)
+        self.view.show(policy.name, "waiting for a standby", self.phase_deleted, self.total(), urgent=True)
 
     def vacuumed(self, table: TableName, seconds: float, why_not: str | None) -> None:
+        """The table was vacuumed in so many seconds, unless there is a reason why not."""
         if why_not is None:
             self.log.emit(TABLE_VACUUMED, "table vacuumed", TABLE=table, DURATION_MS=round(seconds * 1000))
         else:
@@ -3426,6 +3424,10 @@ class Report:
         self.deleted += deleted
         self.phase_deleted += deleted
         self.record.add_deleted(policy.name, deleted)
+
+    def total(self) -> int | None:
+        """Of the phase's rows, if it was estimated: more than are deleted, so that no bar is full before the end."""
+        return self.estimate and max(self.estimate, self.phase_deleted + 1 + self.phase_deleted // 100)
 
     def words(self) -> str:
         """How the phase gets on."""
@@ -3559,7 +3561,8 @@ def history_line(
 
 
 # ── A phase ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-# One policy's batches until nothing deletable is left. Knows the session, its statements and the log, and no file.
+# One policy's batches until nothing deletable is left, and the standbys that they wait for. Knows the session, its
+# statements and the report, and no file.
 
 
 @dataclass(frozen=True, slots=True)
@@ -3693,7 +3696,7 @@ SHAPE = """(SELECT CASE s.relkind WHEN 'p' THEN (
     ELSE pg_relation_filenode(s.oid)::bigint END FROM pg_class s WHERE s.oid = %(oid)s::oid)"""
 
 
-# Standbys that follow by replaying; not those who only copy the database, nor who decode its changes.
+# Standbys that follow by replaying; not those that only copy the database, nor those that decode its changes.
 STANDBYS = """
 SELECT r.application_name, r.state IS NULL, r.replay_lsn - '0/0', EXTRACT(EPOCH FROM r.replay_lag)::float8,
        pg_current_wal_lsn() - '0/0', current_user::text
@@ -3717,7 +3720,7 @@ class Standbys:
         self.allowed = allowed.total_seconds()
         self.written: list[tuple[float, int]] = []  # when, in seconds of `clock`, how many bytes had been
         self.looked = -math.inf
-        self.late: tuple[str, float] | None = None
+        self.furthest: tuple[str, float] | None = None  # its name, and by how many seconds
 
     def behind(self) -> tuple[str, float] | None:
         """The standby that is furthest behind, by its name, and by how many seconds, if these are more than allowed."""
@@ -3725,8 +3728,8 @@ class Standbys:
             with self.session.transaction(snapshot=True) as transaction:
                 found = transaction.execute(STANDBYS).fetchall()
             self.looked = clock()
-            self.late = max(self.lags(found), key=lambda late: late[1], default=None)
-        return self.late if self.late and self.late[1] > self.allowed else None
+            self.furthest = max(self.lags(found), key=lambda lag: lag[1], default=None)
+        return self.furthest if self.furthest and self.furthest[1] > self.allowed else None
 
     def lags(self, found: Sequence[tuple[Any, ...]]) -> Iterator[tuple[str, float]]:
         if found:
@@ -3745,17 +3748,21 @@ class Standbys:
 class Phase:
     """The work on one table; `run` returns the stop reason, and the counts stand whatever ended it."""
 
-    SHRINK = 8  # a failed batch to the next; what succeeds doubles
-    RETRIES = 8  # in a row: a batch of 5000 shrinks to one row in 5 steps
+    SHRINK = 8  # a failed batch to the next
+    RETRIES = 8  # in a row: a batch of 5000 shrinks to one row in 4 steps
     RETRIES_IN_TRIGGER = 3  # in a row, of what a retry cures, before the row is suspected
     SUSPECTS = 5  # such rows, none deleted between, before it is the table's fault
     FRUITLESS = 4  # passes that claim rows and delete none
     RECONNECT_FOR = 30.0  # seconds
     SETTLE = 0.4  # seconds, of what is left of the five after a signal
-    # How long a batch may take, in seconds: what the online service feels of it, where the pause is "auto", and else
-    # what it would wait for a row. Where even the smallest takes longer, twice as long as that, for what it costs.
+    # How long a batch may take, in seconds: with the pause "auto" what the online service does not notice, else what it
+    # may wait for a row. Where even the quickest takes about that long, smaller ones would only cost more: so twice as
+    # long as the quickest in any case.
     UNNOTICED, LONGEST = 0.02, 1.0
     FIRST = 500  # rows, of the first batch that is to go unnoticed
+    # So many rows of a batch that other sessions hold, and more than it has: another instance is at work here. To step
+    # back, for a quarter of a second at most, costs less than going through the same rows beside it.
+    CROWD, STEP_BACK = 500, 0.25
     MANY = 10_000  # rows deleted along an index, after which the planner is asked whether it would follow it
 
     session: Session
@@ -3768,9 +3775,10 @@ class Phase:
     standbys: Standbys | None = None
     deleted: int | None = 0
     waited: float = 0.0  # seconds, for standbys
-    waiting: bool = False
+    waiting: bool = False  # for a standby
     quickest: float = math.inf  # seconds, of the batches so far
-    asked: bool = False
+    asked: bool = False  # by better_by_pages
+    met: int = 0  # another instance, in so many batches in a row
     blockers: set[str] = field(default_factory=set)
     hidden: list[str] = field(default_factory=list)  # addresses of rows that were found blocked by trying
     refused: list[str] = field(default_factory=list)  # addresses of undeletable rows
@@ -3781,7 +3789,7 @@ class Phase:
     in_doubt: Batch | None = None
     reconnected: bool = False
     finished: bool = False  # the tally is of a whole pass, after which nothing more can go
-    file: int | None = 0
+    shape: int | None = 0  # SHAPE of the table, and its pages, when the pass began
     pages: int = 0
 
     def __post_init__(self) -> None:
@@ -3789,7 +3797,7 @@ class Phase:
         self.size = self.table.policy.batch_size or self.options.batch_size
         # for the sets of a batch: much more would be cleared in vain at each, which took half of the time
         self.settings = {**WALKING, "work_mem": f"{min(65_536, max(1024, self.size // 5))}kB"}
-        self.limit = min(self.size, self.FIRST) if self.options.pause is None else self.size
+        self.first = self.limit = min(self.size, self.FIRST) if self.options.pause is None else self.size
         self.begin_pass(out_of_order=not self.table.indexed)
 
     @property
@@ -3835,7 +3843,7 @@ class Phase:
         self.position: AlongIndex | AcrossPages | None = None
 
     def first_position(self) -> AlongIndex | AcrossPages:
-        """The first position of a pass; remembers what the table's file is, and how long."""
+        """The first position of a pass; remembers the table's shape and how many pages it has."""
         query = sql.SQL(
             "SELECT {}, pg_relation_size(c.oid::regclass) / current_setting('block_size')::bigint,"
             " CASE WHEN c.reltuples > 0 AND c.relpages > 0 THEN c.reltuples::float8 / c.relpages ELSE 50 END"
@@ -3845,7 +3853,7 @@ class Phase:
             row = transaction.execute(query, {"oid": self.table.oid}).fetchone()
         if row is None:
             raise PolicyFailedError(f"table {self.table.name} does not exist any more", "42P01")
-        self.file, self.pages, rows_per_page = row
+        self.shape, self.pages, rows_per_page = row
         if self.walk.name != "pages":
             return AlongIndex(self.walk, self.size)
         return AcrossPages(self.walk, self.pages, max(rows_per_page, 0.01), self.limit)
@@ -3910,7 +3918,7 @@ class Phase:
             if judge(error) in (Verdict.RECONNECT, Verdict.RETRY, Verdict.SMALLER):
                 return True  # the next pass meets it, and knows what to do
             raise
-        return bool(row[0] != self.file or row[1])
+        return bool(row[0] != self.shape or row[1])
 
     def one_pass(self) -> str | None:
         """Walk over the table once, climbing to what was freed behind; a stop reason if it could not finish."""
@@ -3919,7 +3927,7 @@ class Phase:
                 return stopped
             seeds = list(self.seeds)[: self.limit]
             limit, started = self.limit, clock()
-            refused = None
+            refused = recovered = None
             try:
                 if self.held_back():
                     continue
@@ -3945,11 +3953,17 @@ class Phase:
             self.seeds.update(dict.fromkeys(batch.freed))
             if refused is not None:
                 self.limit = 1
-            elif batch.deleted:  # one that found nothing says nothing of what deleting takes
+            elif batch.deleted and not recovered:
                 self.limit = self.adapted(limit, seconds)
+            else:  # it says nothing of what deleting takes; but many rows that stay are not passed one by one
+                self.limit = max(limit, min(2 * limit, self.first))
             if batch.deleted:
                 self.report.batch_deleted(self.table.policy, batch.deleted, limit, seconds)
-            if self.position.crowded or self.better_by_pages():
+            others = batch.looked - batch.held - batch.claimed
+            self.met = self.met + 1 if others > max(batch.claimed, self.CROWD) else 0
+            if self.met:
+                self.session.interrupts.sleep(min(self.STEP_BACK, 0.01 * 2**self.met, max(0.0, self.end - clock())))
+            if self.position.crowded or (not self.position.done and self.better_by_pages()):
                 self.begin_pass(out_of_order=True)
             elif batch.deleted and not (self.position.done and not self.seeds):
                 wait = seconds if self.options.pause is None else self.options.pause / UNITS["s"]
@@ -4494,7 +4508,7 @@ def run_failed(result: Result, error: RetentionError | psycopg.Error) -> None:
 def run_phases(
     job: Job, tables: Sequence[Table | RetentionError], now: dt.datetime, result: Result, report: Report
 ) -> None:
-    """The phases in order. What one leaves of its share of the budget, the next ones have."""
+    """The phases in order, then VACUUM. What a phase leaves of its share of the budget, the next ones have."""
     tables = [braked(job, table, now, report.record) for table in tables]
     report.job_started(now, [table for table in tables if isinstance(table, Table)])
     allowed = job.config.run.max_replication_lag
@@ -4506,17 +4520,17 @@ def run_phases(
         failed = failed or (outcome.error if isinstance(outcome.error, RunFailedError) else None)
         result.outcomes.append(outcome)
     if job.config.run.vacuum:
-        lost = {o.policy.table for o in result.outcomes if o.deleted != 0}
-        for table in {
-            table.name: table for table in tables if isinstance(table, Table) and table.name in lost
-        }.values():
-            began = clock()
-            why_not = vacuum(job, table)
-            report.vacuumed(table.name, clock() - began, why_not)
+        lost = {outcome.policy.table for outcome in result.outcomes if outcome.deleted != 0}
+        judged = {table.name: table for table in tables if isinstance(table, Table)}  # each once, whatever its policies
+        for name, table in judged.items():
+            if name in lost:
+                began = clock()
+                why_not = vacuum(job, table)
+                report.vacuumed(name, clock() - began, why_not)
 
 
-# How many of the table, or of its partitions, were not vacuumed since, if the server keeps count of that. (Looking a
-# tree of partitions up in the catalog waits for no lock, as pg_partition_tree does.)
+# How many of the table, or of its partitions, were not vacuumed since, if the server keeps count of that. (The tree of
+# partitions is looked up in the catalog: pg_partition_tree would wait for a lock.)
 NOT_VACUUMED = b"""
 WITH RECURSIVE tree (oid) AS (
     SELECT %(oid)s::oid UNION ALL SELECT i.inhrelid FROM pg_inherits i JOIN tree ON i.inhparent = tree.oid
@@ -4529,17 +4543,19 @@ WHERE current_setting('track_counts')::boolean AND (s.last_vacuum < %(began)s::t
 
 def vacuum(job: Job, table: Table) -> str | None:
     """VACUUM (ANALYZE) a table for as long as budget and window last; why it was not done, if it was not."""
-    seconds = job.end - clock()
     if table.no_vacuum:
         return table.no_vacuum
     if job.session.interrupts.requested:
         return "the run was stopped"
+    seconds = job.end - clock()
     if seconds <= 0:
         return "no time was left"
     try:
+        if job.session.connection is None:  # lost in the last phase, or over another table
+            connect_again(job)
         with job.session.transaction(snapshot=True) as transaction:
             (began,) = transaction.row("SELECT clock_timestamp()::text")
-        # one that is locked, by another VACUUM for example, is not waited for; a sample of all partitions would be
+        # what is locked, by another VACUUM for example, is passed over; but ANALYZE of partitions would wait for each
         statement = sql.SQL("VACUUM (ANALYZE {}, SKIP_LOCKED) {}").format(
             sql.SQL("off" if table.key else "on"), sql.Identifier(table.name.schema, table.name.name)
         )
@@ -4549,7 +4565,7 @@ def vacuum(job: Job, table: Table) -> str | None:
         return "the server passed over it: it was locked, perhaps" if missed else None
     except psycopg.errors.QueryCanceled:
         return "it took too long"
-    except psycopg.Error as error:
+    except (psycopg.Error, PolicyFailedError) as error:
         return describe(error)
     except StoppedError:
         return "the run was stopped"
@@ -4648,13 +4664,12 @@ def count_what_stays(phase: Phase, outcome: Outcome, end: float) -> None:
     """Fill in backlog and its parts: from the last pass if that says it all, else by a survey with a time limit.
 
     All surveys together may go beyond the `end` of the run by no more than that limit.
-
-    Somebody's trigger may have put back what the pass has left behind.
     """
     tally = phase.tally
     if phase.finished:
         outcome.blocked, outcome.undeletable = tally.blocked, tally.undeletable
         outcome.backlog = tally.blocked + tally.undeletable + tally.left
+    # somebody's trigger may have put rows back behind the pass
     if phase.finished and outcome.backlog == outcome.blocked and not phase.table.triggered:
         outcome.overdue = 0
         return
@@ -5128,6 +5143,7 @@ def show_policy(name: str, policy: dict[str, Any], now: dt.datetime) -> Iterator
 # executed: by us, over a connection, or by psql. Each has the comment above what it writes, and is asked once, or for
 # each table, or for each age column of one.
 
+# Beside SETUP, for run.vacuum and for run.max_replication_lag.
 MAINTAINING = (
     "table",
     "It may VACUUM the tables. (From PostgreSQL 17 on; before, only their owner may.)",
@@ -5254,7 +5270,7 @@ FOUND_TABLE = """(SELECT c.oid FROM pg_class c JOIN pg_namespace n ON n.oid = c.
 
 
 def setup(config: Configuration, role: str) -> Iterator[tuple[str, list[sql.Composed]]]:
-    """The comments of SETUP, each with its queries for the enabled policies."""
+    """The comments of what the configuration takes, each with its queries for the enabled policies."""
     tables: dict[TableName, list[Policy]] = {}
     for policy in config.enabled:
         tables.setdefault(policy.table, []).append(policy)

@@ -24,6 +24,7 @@ def pytest_configure() -> None:
 #: The files that take longest, which therefore begin first: xdist gives each to one worker (tests/run).
 SLOWEST = (
     *("guests/test_package.py", "database/test_budget.py", "database/test_cost.py", "faults/test_network.py"),
+    *("faults/test_versions.py", "bench/test_bench.py", "database/test_throttle.py", "bench/test_online.py"),
     *("guests/test_runs.py", "faults/test_log.py", "database/test_check.py", "guests/test_schedule.py"),
     *("database/test_chains.py", "database/test_schemas.py", "database/test_side_by_side.py", "database/test_time.py"),
     *("faults/test_servers.py", "database/test_survivors.py", "faults/test_blocked_rows.py"),

@@ -241,7 +241,7 @@ CASES = {
     "partition": Case(
         "inherited",
         (f"{S}.p1", "a partition"),
-        "name the partitioned table; tables that inherit from each other are not purged",
+        "name the partitioned table; a table from which others inherit is not purged",
         f"CREATE TABLE {S}.p ({AT} timestamptz) PARTITION BY RANGE ({AT});"
         f"CREATE TABLE {S}.p1 PARTITION OF {S}.p DEFAULT",
         {"table": f"{S}.p1"},
@@ -250,7 +250,7 @@ CASES = {
     "partition that has partitions": Case(
         "inherited",
         (f"{S}.p1", "a partition"),
-        "name the partitioned table; tables that inherit from each other are not purged",
+        "name the partitioned table; a table from which others inherit is not purged",
         f"CREATE TABLE {S}.p ({AT} timestamptz) PARTITION BY RANGE ({AT});"
         f"CREATE TABLE {S}.p1 PARTITION OF {S}.p DEFAULT PARTITION BY HASH ({AT})",
         {"table": f"{S}.p1"},
@@ -259,7 +259,7 @@ CASES = {
     "inheritance parent": Case(
         "inherited",
         (T, "a parent of inheriting tables"),
-        "name the partitioned table; tables that inherit from each other are not purged",
+        "name the partitioned table; a table from which others inherit is not purged",
         f"CREATE TABLE {CHILD} () INHERITS ({T})",
         sqlstate="42809",
     ),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from lab import TOP, Database, Program, configuration
 
-ROLE, HOLDS = re.findall(r"```sql\n(.*?)```", (TOP / "README.md").read_text(), re.DOTALL)
+ROLE, HOLDS, _ = re.findall(r"```sql\n(.*?)```", (TOP / "README.md").read_text(), re.DOTALL)
 OLD = "now() - interval '1 year'"
 
 

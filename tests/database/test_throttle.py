@@ -415,10 +415,10 @@ def test_systemd_hears_from_a_run_that_waits(
             while notified.recv(100):
                 pass
         notified.settimeout(30)
-        signs = [notified.recv(100).decode() for _ in range(4)]
+        signs = [notified.recv(100).decode() for _ in range(5)]
         assert systems.count("refresh_tokens") == left
     finish(process, read)
-    assert all(sign.startswith("EXTEND_TIMEOUT_USEC=") for sign in signs), signs
+    assert sum(sign.startswith("EXTEND_TIMEOUT_USEC=") for sign in signs) >= 4, signs  # one may say what it is at
 
 
 def test_who_does_not_ask_for_it_waits_for_no_standby(systems: Database, standby: Standby, program: Program) -> None:
@@ -492,3 +492,30 @@ def test_a_table_without_rows_that_go_waits_for_its_turn_as_well(
         result = program.once(configuration(systems.conninfo, TOKENS, **SLOWLY, max_run_duration="2s"))
     tokens = result.policies["tokens"]
     assert (result.returncode, tokens["deleted"], tokens["stop_reason"], tokens["backlog"]) == (0, 0, "budget", 0)
+
+
+def transactions(database: Database) -> int:
+    """Of the job, which has gone: the server adds a session's up when it ends."""
+    gone = "SELECT NOT EXISTS (SELECT FROM pg_stat_activity WHERE usename = 'retention')"
+    until(lambda: database.value(gone), "the job's session is over")
+    return int(database.value("SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()"))
+
+
+def test_rows_that_stay_are_not_passed_one_by_one(systems: Database, program: Program) -> None:
+    """Where a row was refused, the many blocked ones behind it are read in batches again."""
+    systems.execute("""
+        CREATE TABLE t (id bigint PRIMARY KEY, created_at timestamptz NOT NULL);
+        CREATE INDEX ON t (created_at);
+        CREATE TABLE holds (t bigint REFERENCES t);
+        CREATE INDEX ON holds (t);
+        INSERT INTO t SELECT n, now() - interval '40 days' - n * interval '1 minute' FROM generate_series(1, 1000) n;
+        INSERT INTO holds SELECT id FROM t WHERE id > 1;
+        CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RAISE ''no''; END';
+        CREATE TRIGGER refuse BEFORE DELETE ON t FOR EACH ROW EXECUTE FUNCTION refuse();
+        GRANT SELECT ON holds TO retention""")
+    systems.grant("t", select="id, created_at")
+    before = transactions(systems)
+    policy = {"t": {"table": "t", "age_column": "created_at", "retention": "30d"}}
+    found = program.once(configuration(systems.conninfo, policy, pause="auto")).policies["t"]
+    assert (found["blocked"], found["undeletable"]) == (999, 1)
+    assert transactions(systems) - before < 100
