@@ -3761,7 +3761,7 @@ class Phase:
     UNNOTICED, LONGEST = 0.02, 1.0
     FIRST = 500  # rows, of the first batch that is to go unnoticed
     # So many rows of a batch that other sessions hold, and more than it has: another instance is at work here. To step
-    # back, for a quarter of a second at most, costs less than going through the same rows beside it.
+    # back for a moment, these seconds or four batches at most, costs less than going through the same rows beside it.
     CROWD, STEP_BACK = 500, 0.25
     MANY = 10_000  # rows deleted along an index, after which the planner is asked whether it would follow it
 
@@ -3962,7 +3962,8 @@ class Phase:
             others = batch.looked - batch.held - batch.claimed
             self.met = self.met + 1 if others > max(batch.claimed, self.CROWD) else 0
             if self.met:
-                self.session.interrupts.sleep(min(self.STEP_BACK, 0.01 * 2**self.met, max(0.0, self.end - clock())))
+                moment = min(max(self.STEP_BACK, 4 * seconds), max(0.01, seconds) * 2**self.met)
+                self.session.interrupts.sleep(min(moment, max(0.0, self.end - clock())))
             if self.position.crowded or (not self.position.done and self.better_by_pages()):
                 self.begin_pass(out_of_order=True)
             elif batch.deleted and not (self.position.done and not self.seeds):
