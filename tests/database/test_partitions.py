@@ -490,3 +490,37 @@ def test_a_batch_costs_what_its_rows_cost(
     costs = buffers(database, offset)
     assert len(costs) >= GONE // BATCH
     assert max(costs) <= BATCH * (PER_ROW + PER_PROBE * PARTITIONS * referred), costs
+
+
+@pytest.mark.parametrize(
+    ("made", "spread"),
+    [
+        ("CREATE ACCESS METHOD other TYPE TABLE HANDLER heap_tableam_handler", "stored by other"),
+        # what Citus says of a table, which Debian does not have
+        (
+            "SET allow_system_table_mods = on; CREATE TABLE pg_catalog.pg_dist_partition (logicalrelid regclass);"
+            "GRANT SELECT ON pg_catalog.pg_dist_partition TO retention",
+            "distributed",
+        ),
+    ],
+)
+def test_rows_whose_place_may_be_no_name_go_by_their_key(
+    made: str, spread: str, systems: Database, program: Program
+) -> None:
+    """A table of another access method, or one that Citus has distributed; without a primary key it is refused."""
+    using = "USING other" if spread.endswith("other") else ""
+    systems.execute(made)
+    systems.execute(f"CREATE TABLE spread (id int, at timestamptz) {using}")
+    if not using:
+        systems.execute("INSERT INTO pg_catalog.pg_dist_partition VALUES ('spread')")
+    systems.execute("INSERT INTO spread SELECT i, now() - i * interval '1 day' FROM generate_series(1, 60) i")
+    systems.grant("spread", select="id, at")
+    config = configuration(
+        systems.conninfo, {"spread": {"table": "spread", "age_column": "at", "retention": "30d12h"}}, batch_size=7
+    )
+    error = program.once(config).policies["spread"]["error"]
+    assert f"spread is {spread} and has no primary key" in error["message"]
+    systems.execute("ALTER TABLE spread ADD PRIMARY KEY (id)")
+    result = program.once(config)
+    assert "walk=key" in result.stderr
+    assert (result.policies["spread"]["deleted"], systems.execute("SELECT max(id) FROM spread")) == (30, [(30,)])
