@@ -3655,7 +3655,7 @@ class AcrossPages:
     The pages are those that the table had when the pass began; `Phase.moved` looks after what was appended since.
     """
 
-    FILL = 0.8  # of a batch: a range that overfills one is sorted again for the next
+    FILL = 0.9  # of a batch: a range that overfills one is sorted again for the next
     WIDEST = 1024  # pages, 8 MiB: where little matches, a transaction stays short all the same
     crowded = False
 
@@ -3684,8 +3684,8 @@ class AcrossPages:
         else:
             self.done = self.edge in (0, self.pages)
             self.tid = f"({self.edge},0)"
-            if batch.looked < limit / 2:
-                self.width = min(self.WIDEST, self.width * 2)
+            fitting = int(self.width * self.FILL * limit / max(1, batch.looked))
+            self.width = max(1, min(self.WIDEST, 2 * self.width, fitting))
             self.open_range(self.edge)
 
 
@@ -4154,8 +4154,8 @@ class Phase:
 
     def planned(self) -> dict[str, Any]:
         """How the planner would find the policy's rows, for which nothing is read; empty if it does not say."""
-        query = sql.SQL("EXPLAIN (FORMAT JSON) SELECT FROM {} t WHERE {}").format(
-            rows(self.table), predicate(self.table, ordered=True)
+        query = sql.SQL("EXPLAIN (FORMAT JSON) SELECT {} FROM {} t WHERE {}").format(
+            address(self.table), rows(self.table), predicate(self.table, ordered=True)
         )
         try:
             with self.session.transaction(snapshot=True) as transaction:

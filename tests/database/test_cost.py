@@ -208,3 +208,24 @@ def test_a_late_batch_reads_no_more_than_an_early_one(
     target.index(explained, indexed)
     prepare(explained, target)
     assert_constant(explained, program, target, blocked=HELD if prepare is blocked_rows else 0)
+
+
+@pytest.mark.parametrize(("gone", "by_pages"), [(25_000, True), (12_000, False)])
+def test_a_heap_in_no_order_is_read_page_by_page_where_most_of_it_goes(
+    gone: int, by_pages: bool, explained: Database, program: Program
+) -> None:
+    """After ten thousand rows along the index: where the planner, asked for all that goes, would read the table."""
+    explained.execute(
+        "INSERT INTO refresh_tokens (expires_at, user_agent)"
+        f" SELECT now() + (i - {gone} - 0.5) * interval '1 hour', repeat('x', 100)"
+        f" FROM generate_series(1, {30_000 if by_pages else 300_000}) i ORDER BY md5(i::text)"
+    )
+    explained.execute("VACUUM ANALYZE refresh_tokens")
+    offset = explained.server.log.stat().st_size
+    policies = {"tokens_expired": POLICIES["tokens_expired"]}
+    config = configuration(explained.conninfo, policies, batch_size=5_000)
+    result = program.inside(config, "--once", "--json")
+    assert result.policies["tokens_expired"]["deleted"] == gone
+    with explained.server.log.open() as log:
+        log.seek(offset)
+        assert ('"Node Type": "Tid Range Scan"' in log.read()) is by_pages
