@@ -75,7 +75,7 @@ def test_what_a_lost_connection_holds_goes_in_the_same_run(filled: Database, pro
     assert proxy.happened == ["batch answered"]
     assert (tokens["deleted"], tokens["backlog"], tokens["stop_reason"]) == (30, 0, "drained")
     assert time.monotonic() - began < 60, "who waits for the server's time-out has not ended its process"
-    assert len(sessions(filled)) == 0
+    until(lambda: not sessions(filled), "the process of the lost connection has gone, and the other with the run")
 
 
 def test_only_the_lost_process_of_ours_is_ended(filled: Database, proxy: Proxy, program: Program) -> None:
