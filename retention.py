@@ -3761,7 +3761,7 @@ class Phase:
     UNNOTICED, LONGEST = 0.02, 1.0
     FIRST = 500  # rows, of the first batch that is to go unnoticed
     # So many rows of a batch that other sessions hold, and more than it has: another instance is at work here. To step
-    # back for a moment, these seconds or four batches at most, costs less than going through the same rows beside it.
+    # back for a moment, these seconds or four batches, costs less than going through the same rows beside it.
     CROWD, STEP_BACK = 500, 0.25
     MANY = 10_000  # rows deleted along an index, after which the planner is asked whether it would follow it
 
@@ -3778,7 +3778,7 @@ class Phase:
     waiting: bool = False  # for a standby
     quickest: float = math.inf  # seconds, of the batches so far
     asked: bool = False  # by better_by_pages
-    met: int = 0  # another instance, in so many batches in a row
+    met: int = 0  # another instance, in so many batches in a row (8 at most)
     blockers: set[str] = field(default_factory=set)
     hidden: list[str] = field(default_factory=list)  # addresses of rows that were found blocked by trying
     refused: list[str] = field(default_factory=list)  # addresses of undeletable rows
@@ -3960,9 +3960,9 @@ class Phase:
             if batch.deleted:
                 self.report.batch_deleted(self.table.policy, batch.deleted, limit, seconds)
             others = batch.looked - batch.held - batch.claimed
-            self.met = self.met + 1 if others > max(batch.claimed, self.CROWD) else 0
+            self.met = min(self.met + 1, 8) if others > max(batch.claimed, self.CROWD) else 0
             if self.met:
-                moment = min(max(self.STEP_BACK, 4 * seconds), max(0.01, seconds) * 2**self.met)
+                moment = min(2.0, max(self.STEP_BACK, 4 * seconds), max(0.01, seconds) * 2**self.met)
                 self.session.interrupts.sleep(min(moment, max(0.0, self.end - clock())))
             if self.position.crowded or (not self.position.done and self.better_by_pages()):
                 self.begin_pass(out_of_order=True)
