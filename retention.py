@@ -1723,7 +1723,8 @@ class Inspection:
         reads = dict.fromkeys(
             [
                 *([column for column, _ in key] if spread else ["ctid"]),
-                *(*([age.name] if age else []), *(allowed.column for allowed in only if allowed)),
+                *([age.name] if age else []),
+                *(allowed.column for allowed in only if allowed),
                 *(pair[0] for reference in references if reference.own for pair in reference.pairs),
                 *(pair[1] for reference in references for pair in reference.pairs),
             ]
@@ -2355,10 +2356,15 @@ SELECT (SELECT n FROM seen) AS looked,
     )
 
 
+def batch_of(table: Table, walk: Walk) -> sql.Composed:
+    """The batch of a walk."""
+    return closed_batch(table, walk, walk.parts["look"]) if table.references else simple_batch(walk)
+
+
 def explained(table: Table) -> tuple[sql.Composed, dict[str, Any]]:
     """EXPLAIN of the batch statement, and its parameters: the server says what it would refuse, and does nothing."""
     walk = walk_of(table, "index" if table.indexed else table.other_walk)
-    batch = closed_batch(table, walk, walk.parts["look"]) if table.references else simple_batch(walk)
+    batch = batch_of(table, walk)
     # no times, for which the planner would read the ends of the index
     position: dict[str, Any] = {**dict.fromkeys(("bound", "age", "tid", "edge")), "done": False, "scan": 1, "limit": 1}
     parameters = {**parameters_of(table, ""), **identity(table.policy), **position, "seeds": []}
@@ -3817,11 +3823,16 @@ class Phase:
             self.report.standby_awaited(self.table.policy, *late)
         self.waiting = bool(late)
         if self.waiting:
-            began, pause = clock(), min(Standbys.INTERVAL, max(0.0, self.end - clock()))
-            sign_of_life(pause)
-            self.session.interrupts.sleep(pause)
+            began = clock()
+            self.rest(Standbys.INTERVAL)
             self.waited += clock() - began
         return self.waiting
+
+    def rest(self, seconds: float) -> None:
+        """Wait outside any transaction, no longer than the phase may last, and tell systemd so."""
+        seconds = max(0.0, min(seconds, self.end - clock()))
+        sign_of_life(seconds)
+        self.session.interrupts.sleep(seconds)
 
     def adapted(self, limit: int, seconds: float) -> int:
         """How large the next batch may be, one of `limit` rows having taken so many seconds; twice that at most."""
@@ -3833,11 +3844,10 @@ class Phase:
         """Start a pass, its counts from nothing; `out_of_order` where the order of age is not to be followed."""
         self.out_of_order = out_of_order
         self.walk = walk_of(self.table, self.table.other_walk if out_of_order else "index")
+        self.walk_statement: Query = batch_of(self.table, self.walk)
+        self.climb_statement: Query = self.walk_statement
         if self.table.references:
-            self.walk_statement: Query = closed_batch(self.table, self.walk, self.walk.parts["look"])
-            self.climb_statement: Query = closed_batch(self.table, self.walk, climbed(self.table, self.walk))
-        else:
-            self.walk_statement = self.climb_statement = simple_batch(self.walk)
+            self.climb_statement = closed_batch(self.table, self.walk, climbed(self.table, self.walk))
         self.tally = Tally()
         self.seeds: dict[str, None] = {}
         self.position: AlongIndex | AcrossPages | None = None
@@ -3962,15 +3972,11 @@ class Phase:
             others = batch.looked - batch.held - batch.claimed
             self.met = min(self.met + 1, 8) if others > max(batch.claimed, self.CROWD) else 0
             if self.met:
-                moment = min(2.0, max(self.STEP_BACK, 4 * seconds), max(0.01, seconds) * 2**self.met)
-                self.session.interrupts.sleep(min(moment, max(0.0, self.end - clock())))
+                self.rest(min(2.0, max(self.STEP_BACK, 4 * seconds), max(0.01, seconds) * 2**self.met))
             if self.position.crowded or (not self.position.done and self.better_by_pages()):
                 self.begin_pass(out_of_order=True)
             elif batch.deleted and not (self.position.done and not self.seeds):
-                wait = seconds if self.options.pause is None else self.options.pause / UNITS["s"]
-                wait = min(wait, self.end - clock())
-                sign_of_life(wait)
-                self.session.interrupts.sleep(wait)
+                self.rest(seconds if self.options.pause is None else self.options.pause / UNITS["s"])
         return None
 
     def execute(self, seeds: list[str], limit: int, *, delete: bool = True) -> Batch:
