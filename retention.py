@@ -1424,6 +1424,7 @@ class Table:
     references: tuple[Reference, ...]
     own_action: bool  # a self reference would delete or change children along with a parent
     key: tuple[tuple[str, str], ...]  # the primary key, columns and types, where a place in the heap names no row
+    locks_readable: bool  # by this role: which transaction has locked a row (xmax)
     no_vacuum: str | None  # why this role may not VACUUM it
     cascades: tuple[TableName, ...]  # tables from which a delete here takes rows along, by leave of allow_cascade
 
@@ -1461,23 +1462,41 @@ AGE_TYPES = {1184: "timestamptz", 1114: "timestamp", 1082: "date"}  # fixed type
 COMPARED = {16: (bool, "boolean"), 20: (int, "bigint"), 21: (int, "bigint"), 23: (int, "bigint")}
 INTEGER_BITS = {20: 64, 21: 16, 23: 32}
 
-# A table and, where it has them, its partitions; and what the triggers are that are theirs and not copies of another's.
-TREE = "ARRAY (SELECT c.oid UNION SELECT p.relid FROM pg_partition_tree(c.oid) p)"
-OWN_TRIGGER = f"g.tgrelid = ANY ({TREE}) AND (g.tgrelid = c.oid OR g.tgparentid = 0)"
+
+def tree(table: str) -> str:
+    """A table (SQL for its oid) and, where it has them, its partitions: an array."""
+    return f"ARRAY (SELECT {table} UNION SELECT p.relid FROM pg_partition_tree({table}) p)"  # noqa: S608, of our own text
+
+
+# Of the triggers there, those that are its own, or a partition's own, and no copies of another's.
+OWN_TRIGGER = f"g.tgrelid = ANY ({tree('c.oid')}) AND (g.tgrelid = c.oid OR g.tgparentid = 0)"
 # What was judged of a table, found by its name: which table that is, what its deletes set off (foreign keys into it are
 # triggers on it, too), and the columns that the policy goes by. A run deletes only while it is the same; partitions may
-# come and go. (2 is the access method heap, whose rows need no key.)
-FINGERPRINT = f"""COALESCE((
-    SELECT pg_catalog.concat_ws(' ', c.oid, c.relkind, c.relispartition,
-        c.relkind <> 'p' AND EXISTS (SELECT FROM pg_catalog.pg_inherits i WHERE i.inhparent = c.oid),
-        (SELECT i.indexrelid FROM pg_catalog.pg_index i
-         WHERE (c.relkind = 'p' OR c.relam <> 2) AND i.indrelid = c.oid AND i.indisprimary AND i.indisvalid),
+# come and go.
+FINGERPRINT = """COALESCE((
+    SELECT pg_catalog.concat_ws(' ', c.oid, c.relkind, c.relam, c.relispartition,
+        c.relkind <> 'p' AND EXISTS (SELECT FROM pg_catalog.pg_inherits i WHERE i.inhparent = c.oid), {key},
         (SELECT pg_catalog.string_agg(pg_catalog.concat(g.oid, g.tgenabled), ',' ORDER BY g.oid)
-         FROM pg_catalog.pg_trigger g WHERE {OWN_TRIGGER}),
+         FROM pg_catalog.pg_trigger g WHERE {own_trigger}),
         (SELECT pg_catalog.string_agg(pg_catalog.concat(a.attnum, ':', a.atttypid), ',' ORDER BY a.attnum)
          FROM pg_catalog.pg_attribute a WHERE a.attrelid = c.oid AND a.attname = ANY (%(judged)s::name[])))
     FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
-    WHERE n.nspname = %(schema)s AND c.relname = %(name)s), '')"""  # noqa: S608, of our own text
+    WHERE n.nspname = %(schema)s AND c.relname = %(name)s), '')"""
+
+
+def fingerprint(*, spread: bool) -> str:
+    """SQL for the fingerprint of a table; `spread`: its rows are found by key, as they may be in partitions.
+
+    It is planned for each batch, so of other tables it asks no more than it must.
+    """
+    if not spread:
+        return FINGERPRINT.format(key="NULL", own_trigger="g.tgrelid = c.oid")
+    index = (
+        "SELECT i.indexrelid FROM pg_catalog.pg_index i WHERE i.indrelid = c.oid AND i.indisprimary AND i.indisvalid"
+    )
+    return FINGERPRINT.format(key=f"({index})", own_trigger=OWN_TRIGGER)
+
+
 RELATION = """
 SELECT c.oid::bigint, c.relkind::text, c.relispartition,
        EXISTS (SELECT FROM pg_catalog.pg_inherits i WHERE i.inhparent = c.oid), current_user::text,
@@ -1545,14 +1564,14 @@ CHILD_INDEX = """EXISTS (
 REFERENCES = f"""
 WITH RECURSIVE reached AS (
     SELECT k.oid, k.conrelid, k.confrelid, k.confdeltype FROM pg_catalog.pg_constraint k
-    WHERE k.contype = 'f' AND k.confrelid = ANY ({TREE.replace("c.oid", "%(oid)s::oid")}) AND k.conparentid = 0
+    WHERE k.contype = 'f' AND k.confrelid = ANY ({tree("%(oid)s::oid")}) AND k.conparentid = 0
     UNION
     SELECT k.oid, k.conrelid, k.confrelid, k.confdeltype
-    FROM reached r JOIN pg_catalog.pg_constraint k ON k.confrelid = ANY ({TREE.replace("c.oid", "r.conrelid")})
+    FROM reached r JOIN pg_catalog.pg_constraint k ON k.confrelid = ANY ({tree("r.conrelid")})
     WHERE r.confdeltype = 'c' AND k.contype = 'f' AND k.conparentid = 0
 )
 SELECT k.conname::text, n.nspname::text, c.relname::text,
-       k.confrelid = ANY ({TREE.replace("c.oid", "%(oid)s::oid")}) AS direct,
+       k.confrelid = ANY ({tree("%(oid)s::oid")}) AS direct,
        k.conrelid = k.confrelid AND k.confrelid = %(oid)s,
        k.confdeltype::text,
        ARRAY(SELECT ARRAY[x.attname::text, p.attname::text, concat(
@@ -1586,7 +1605,7 @@ FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamesp
 # before, it takes the owner of the table or of the database.
 VACUUM_RIGHTS = f"""
 SELECT string_agg(r.oid::regclass::text, ', ' ORDER BY r.oid), current_setting('server_version_num')::int >= 170000
-FROM pg_catalog.pg_class c JOIN pg_catalog.pg_class r ON r.oid = ANY ({TREE}), pg_catalog.pg_database d
+FROM pg_catalog.pg_class c JOIN pg_catalog.pg_class r ON r.oid = ANY ({tree("c.oid")}), pg_catalog.pg_database d
 WHERE c.oid = %(oid)s AND d.datname = current_database()
     AND NOT (pg_has_role(r.relowner, 'USAGE') OR pg_has_role(d.datdba, 'USAGE') OR CASE
         WHEN current_setting('server_version_num')::int >= 170000 THEN has_table_privilege(r.oid, 'MAINTAIN')
@@ -1604,7 +1623,7 @@ SELECT pg_catalog.row_security_active(c.oid),
        EXISTS (SELECT FROM pg_catalog.pg_trigger g
                WHERE {OWN_TRIGGER} AND NOT g.tgisinternal AND g.tgenabled IN ('O', 'A') AND g.tgtype & 8 = 8),
        EXISTS (SELECT FROM pg_catalog.pg_trigger g
-               WHERE g.tgrelid = ANY ({TREE}) AND g.tgisinternal AND g.tgenabled IN ('D', 'R')),
+               WHERE g.tgrelid = ANY ({tree("c.oid")}) AND g.tgisinternal AND g.tgenabled IN ('D', 'R')),
        CASE WHEN c.relkind <> 'p' AND (c.relreplident = 'n' OR c.relreplident <> 'f' AND NOT EXISTS (
                 SELECT FROM pg_catalog.pg_index i
                 WHERE i.indrelid = c.oid AND CASE c.relreplident
@@ -1629,7 +1648,7 @@ class Column:
 
 
 def identity(policy: Policy) -> dict[str, Any]:
-    """The parameters of FINGERPRINT."""
+    """The parameters of `fingerprint`."""
     judged = [policy.column, *(policy.only or {}), *filter(None, [policy.parent_column])]
     return {"schema": policy.table.schema, "name": policy.table.name, "judged": judged}
 
@@ -1709,7 +1728,7 @@ class Inspection:
         elif method != "heap":
             spread = f"stored by {method}"
         key = self.key(spread) if spread else ()
-        ((fingerprint,),) = self.ask(f"SELECT {FINGERPRINT}", **identity(self.policy))
+        ((judged,),) = self.ask(f"SELECT {fingerprint(spread=bool(key))}", **identity(self.policy))
         self.columns = {row[0]: Column(*row) for row in self.ask(COLUMNS)}
         age = self.age()
         only = [self.allow_list(column, values) for column, values in (self.policy.only or {}).items()]
@@ -1739,7 +1758,7 @@ class Inspection:
             policy=self.policy,
             name=self.name,
             oid=self.oid,
-            fingerprint=fingerprint,
+            fingerprint=judged,
             triggered=triggered,
             age=age.name,
             age_type=AGE_TYPES[age.type],
@@ -1749,6 +1768,7 @@ class Inspection:
             own_action=own_action,
             cascades=cascades,
             key=key,
+            locks_readable=self.may_read("xmax"),
             no_vacuum=no_vacuum,
         )
 
@@ -1922,10 +1942,13 @@ class Inspection:
             return None
         names = [policy.expiry_column for policy in policies if policy.table == self.name]
         for column in filter(None, map(self.columns.get, [*filter(None, names), "expires_at"])):
-            query = "SELECT pg_catalog.has_column_privilege(%(oid)s::oid, %(column)s, 'SELECT')"
-            if column.type in AGE_TYPES and self.ask(query, column=column.name) == [(True,)]:
+            if column.type in AGE_TYPES and self.may_read(column.name):
                 return column
         return None
+
+    def may_read(self, column: str) -> bool:
+        query = "SELECT pg_catalog.has_column_privilege(%(oid)s::oid, %(column)s, 'SELECT')"
+        return self.ask(query, column=column) == [(True,)]
 
     def hindrances(self) -> bool:
         """What would keep rows from us, or keep them from going; whether somebody's triggers see them go."""
@@ -2009,8 +2032,7 @@ RESULT = """(SELECT n FROM went) AS deleted,
        (SELECT age::text FROM last) AS last_age,
        (SELECT tid::text FROM last) AS last_tid,
        CASE WHEN (SELECT n FROM went) > 0 THEN pg_current_xact_id()::text END AS xid,
-       (SELECT tid::text FROM gone LIMIT 1) AS gone_tid,
-       (SELECT age::text FROM gone LIMIT 1) AS gone_age,
+       (SELECT tid::text FROM gone LIMIT 1) AS witness,
        ARRAY (SELECT tid::text FROM claim WHERE NOT %(delete)s::boolean) AS locked,
        (SELECT unchanged FROM judged) AS unchanged"""
 
@@ -2084,7 +2106,8 @@ def parameters_of(table: Table, bound: str, policy: str = "") -> dict[str, Any]:
 
 def unchanged(table: Table) -> sql.Composed:
     """The table is what was judged; whoever changes it waits for our lock on it."""
-    return sql.SQL(f"{FINGERPRINT} = {{}}").format(sql.Literal(table.fingerprint))
+    now = fingerprint(spread=bool(table.key))
+    return sql.SQL(f"{now} = {{}}").format(sql.Literal(table.fingerprint))
 
 
 def relation(name: TableName) -> sql.Composed:
@@ -2197,7 +2220,7 @@ WITH {judged}, {look}, seen AS MATERIALIZED (
 ), claimed AS MATERIALIZED (
     SELECT count(*) AS n, array_agg(tid) AS tids FROM claim
 ), gone AS (
-    DELETE FROM {rows} t WHERE {at_claimed} {once_more} RETURNING {address} AS tid, t.{age} AS age
+    DELETE FROM {rows} t WHERE {at_claimed} {once_more} RETURNING {address} AS tid
 ), went AS MATERIALIZED (
     SELECT count(*) AS n FROM gone
 ), last AS MATERIALIZED (
@@ -2211,6 +2234,49 @@ SELECT (SELECT n FROM seen) AS looked,
        '{{}}'::text[] AS freed,
        '{{}}'::bigint[] AS held_by,
        {result}
+""").format(**walk.parts)
+
+
+def range_claim(walk: Walk) -> sql.Composed:
+    """Look at a range of pages, and claim in place what of it is the policy's; `range_deletion` deletes it.
+
+    Where most rows of the pages are the policy's, to go over them again takes less than to gather their addresses and
+    to report each row that is deleted: 1.1 times what one statement for the whole table takes instead of 1.8
+    (tests/bench). In whatever order the rows are found, none up to the last one is passed over.
+    """
+    return sql.SQL("""
+WITH {judged}, seen AS MATERIALIZED (
+    SELECT count(*) AS n, max(tid) AS tid FROM (
+        SELECT t.ctid AS tid FROM {rows} t WHERE {ahead} AND {rule} LIMIT %(limit)s::bigint
+    ) l
+), claimed AS MATERIALIZED (
+    SELECT count(*) AS n, max(tid) FILTER (WHERE tid <= (SELECT tid FROM seen)) AS tid FROM (
+        SELECT t.ctid AS tid FROM {rows} t
+        WHERE t.ctid > %(tid)s::tid AND t.ctid <= (SELECT seen.tid FROM seen, judged WHERE unchanged) AND {rule}
+        FOR UPDATE SKIP LOCKED
+    ) c
+)
+SELECT seen.n AS looked,
+       0::bigint AS held,
+       claimed.n AS claimed,
+       '{{}}'::text[] AS freed,
+       '{{}}'::bigint[] AS held_by,
+       0::bigint AS deleted,
+       NULL::text AS last_age,
+       CASE WHEN seen.n = %(limit)s::bigint THEN seen.tid END::text AS last_tid,
+       CASE WHEN claimed.n > 0 THEN pg_current_xact_id() END::text AS xid,
+       claimed.tid::text AS witness,
+       '{{}}'::text[] AS locked,
+       unchanged
+FROM seen, claimed, judged
+""").format(**walk.parts)
+
+
+def range_deletion(walk: Walk) -> sql.Composed:
+    """Delete the rows up to the last that this transaction has locked: a locked row tells by whom (xmax)."""
+    return sql.SQL("""
+DELETE FROM {rows} t WHERE t.ctid > %(tid)s::tid AND t.ctid <= %(last)s::tid
+    AND t.xmax OPERATOR(pg_catalog.=) pg_current_xact_id()::xid AND {rule}
 """).format(**walk.parts)
 
 
@@ -3584,8 +3650,7 @@ class Batch:
     last_age: str | None  # of the row at which the batch ended, though more lie ahead
     last_tid: str | None
     xid: str | None
-    gone_tid: str | None  # one of the deleted rows: the witness of whether a doubtful COMMIT went through
-    gone_age: str | None
+    witness: str | None  # address of a deleted row: whether it is still there tells if a doubtful COMMIT went through
     locked: list[str]  # addresses of the rows that were claimed, if none was to be deleted
     unchanged: bool
 
@@ -3631,6 +3696,7 @@ class AlongIndex:
 
     # Rows of one age are sorted again by each batch that starts among them; from here on the other walk is cheaper.
     MANY_OF_ONE_AGE = 1000
+    dense = False
 
     def __init__(self, walk: Walk, size: int) -> None:
         """`size` is how large a batch may be."""
@@ -3663,11 +3729,14 @@ class AcrossPages:
 
     FILL = 0.9  # of a batch: a range that overfills one is sorted again for the next
     WIDEST = 1024  # pages, 8 MiB: where little matches, a transaction stays short all the same
+    DENSE = 0.25  # of the rows in a range: from here on they are claimed in place, which stops at a full batch
     crowded = False
 
     def __init__(self, walk: Walk, pages: int, rows_per_page: float, limit: int) -> None:
         self.walk = walk
         self.pages = pages
+        self.rows_per_page = rows_per_page
+        self.dense = True  # the last range was; of the first it is taken for granted, as it costs little
         self.width = min(self.WIDEST, max(1, int(self.FILL * limit / rows_per_page)))
         self.tid = f"({pages},0)" if walk.descending else "(0,0)"
         self.edge = 0
@@ -3675,23 +3744,27 @@ class AcrossPages:
         self.done = pages == 0
 
     def open_range(self, page: int) -> None:
-        self.edge = max(0, page - self.width) if self.walk.descending else min(self.pages, page + self.width)
+        width = min(self.WIDEST, self.width * 2) if self.dense else self.width
+        self.edge = max(0, page - width) if self.walk.descending else min(self.pages, page + width)
 
     def parameters(self, limit: int) -> dict[str, Any]:  # noqa: ARG002, as that of AlongIndex
         return {"tid": self.tid, "edge": f"({self.edge},0)"}
 
     def advance(self, batch: Batch, limit: int) -> None:
-        if batch.last_tid is not None:
-            page, start = (int(tid[1:].split(",")[0]) for tid in (batch.last_tid, self.tid))
-            self.width = max(1, int(self.FILL * (abs(page - start) + 1)))
-            self.tid = batch.last_tid
+        full = batch.last_tid is not None
+        last_tid = batch.last_tid or f"({self.edge},0)"
+        page, start = (int(tid[1:].split(",")[0]) for tid in (last_tid, self.tid))
+        pages = abs(page - start) + full
+        self.dense = batch.looked >= self.DENSE * self.rows_per_page * pages
+        self.tid = last_tid
+        if full:
+            self.width = max(1, int(self.FILL * pages))
             # the rest of the last row's page belongs to the next range
             self.open_range(page + 1 if self.walk.descending else page)
         else:
             self.done = self.edge in (0, self.pages)
-            self.tid = f"({self.edge},0)"
-            fitting = int(self.width * self.FILL * limit / max(1, batch.looked))
-            self.width = max(1, min(self.WIDEST, 2 * self.width, fitting))
+            fitting = int(pages * self.FILL * limit / max(1, batch.looked))
+            self.width = max(1, min(self.WIDEST, 2 * pages, fitting))
             self.open_range(self.edge)
 
 
@@ -3769,7 +3842,8 @@ class Phase:
     # So many rows of a batch that other sessions hold, and more than it has: another instance is at work here. To step
     # back for a moment, these seconds or four batches, costs less than going through the same rows beside it.
     CROWD, STEP_BACK = 500, 0.25
-    MANY = 10_000  # rows deleted along an index, after which the planner is asked whether it would follow it
+    MANY = 5000  # rows deleted along an index, after which the planner is asked whether it would follow it
+    MOST = 0.5  # of the table: to go through all of it takes no longer then, in whatever order its pages are
 
     session: Session
     table: Table
@@ -3795,8 +3869,9 @@ class Phase:
     in_doubt: Batch | None = None
     reconnected: bool = False
     finished: bool = False  # the tally is of a whole pass, after which nothing more can go
-    shape: int | None = 0  # SHAPE of the table, and its pages, when the pass began
+    shape: int | None = 0  # SHAPE of the table, its pages, and how many rows they may have, when the pass began
     pages: int = 0
+    rows: float = 0.0
 
     def __post_init__(self) -> None:
         self.bound = self.table.bound(self.now)
@@ -3844,10 +3919,11 @@ class Phase:
         """Start a pass, its counts from nothing; `out_of_order` where the order of age is not to be followed."""
         self.out_of_order = out_of_order
         self.walk = walk_of(self.table, self.table.other_walk if out_of_order else "index")
-        self.walk_statement: Query = batch_of(self.table, self.walk)
-        self.climb_statement: Query = self.walk_statement
+        self.statements: dict[str, Query] = {"walk": batch_of(self.table, self.walk)}
         if self.table.references:
-            self.climb_statement = closed_batch(self.table, self.walk, climbed(self.table, self.walk))
+            self.statements["climb"] = closed_batch(self.table, self.walk, climbed(self.table, self.walk))
+        elif self.walk.name == "pages" and self.table.locks_readable and not self.table.triggered:
+            self.statements |= {"claim": range_claim(self.walk), "delete": range_deletion(self.walk)}
         self.tally = Tally()
         self.seeds: dict[str, None] = {}
         self.position: AlongIndex | AcrossPages | None = None
@@ -3864,6 +3940,7 @@ class Phase:
         if row is None:
             raise PolicyFailedError(f"table {self.table.name} does not exist any more", "42P01")
         self.shape, self.pages, rows_per_page = row
+        self.rows = self.pages * rows_per_page
         if self.walk.name != "pages":
             return AlongIndex(self.walk, self.size)
         return AcrossPages(self.walk, self.pages, max(rows_per_page, 0.01), self.limit)
@@ -3896,14 +3973,15 @@ class Phase:
     def better_by_pages(self) -> bool:
         """Whether the rest is reached sooner page by page: asked once, when the index has led to many rows.
 
-        So it is where much of the table goes and the heap is not in the order of age. Statistics of yesterday may be
-        wrong about it; then the table is read once in vain.
+        So it is where most of the table goes, or much of it and the heap is not in the order of age. Statistics of
+        yesterday may be wrong about it; then the table is read once in vain.
         """
         many = self.deleted is not None and self.deleted >= self.MANY
         if self.asked or not many or self.out_of_order or self.table.references or self.table.key:
             return False
         self.asked = True
-        return bool(self.planned().get("Node Type") == "Seq Scan")
+        plan = self.planned()
+        return plan.get("Node Type") == "Seq Scan" or plan.get("Plan Rows", 0) >= self.MOST * self.rows
 
     def failure(self, code: str, **names: object) -> RetentionError:
         return Finding.of(code, self.table.policy.name, table=self.table.name, **names).failure()
@@ -3993,7 +4071,8 @@ class Phase:
             "locked": None,
             **identity(self.table.policy),
         }
-        statement = self.climb_statement if seeds else self.walk_statement
+        in_place = delete and self.position.dense and "claim" in self.statements
+        statement = self.statements["climb" if seeds else "claim" if in_place else "walk"]
 
         def ask(**changed: object) -> Batch:
             return Batch(*transaction.row(statement, {**parameters, **changed}))
@@ -4007,17 +4086,19 @@ class Phase:
             batch = ask()
             if not batch.unchanged:
                 raise self.failure("table_changed")
+            if in_place and batch.claimed:
+                last = batch.last_tid or parameters["edge"]
+                deletion = transaction.execute(self.statements["delete"], {**parameters, "last": last})
+                batch = dataclasses.replace(batch, deleted=deletion.rowcount)
             self.in_doubt = batch if batch.xid else None
         self.in_doubt = None
         return batch
 
     def render(self) -> None:
         """Put the statements of this pass into the text that is sent: that takes as long as a small batch."""
-        composed = (self.walk_statement, self.climb_statement)
-        self.walk_statement, self.climb_statement = (
-            statement.as_bytes(self.session.connection) if isinstance(statement, sql.Composed) else statement
-            for statement in composed
-        )
+        for name, statement in self.statements.items():
+            if isinstance(statement, sql.Composed):
+                self.statements[name] = statement.as_bytes(self.session.connection)
 
     def recover(self, error: psycopg.Error, seeds: list[str]) -> tuple[Batch, str | None] | None:
         """Do what the error calls for: None to try again, a batch with the reason why its one row stays, or raise."""
@@ -4126,12 +4207,10 @@ class Phase:
         while its server process has not come to an end.
         """
         status = "SELECT pg_xact_status(%(xid)s::xid8)"
-        witness = sql.SQL("SELECT NOT EXISTS (SELECT FROM {} t WHERE {} AND t.{} = %(gone_age)s::{})").format(
-            rows(self.table),
-            at(self.table, "ARRAY[%(gone_tid)s]"),
-            Name(self.table.age),
-            sql.SQL(self.table.age_type),
+        gone = sql.SQL("SELECT NOT EXISTS (SELECT FROM {} t WHERE {} AND {})").format(
+            rows(self.table), at(self.table, "ARRAY[%(witness)s]"), predicate(self.table)
         )
+        parameters = {**parameters_of(self.table, self.bound), "witness": batch.witness}
         try:
             with self.session.transaction(snapshot=True) as transaction:
                 row = transaction.row(status, {"xid": batch.xid})
@@ -4142,8 +4221,7 @@ class Phase:
         if row != ("committed",):
             return False
         with self.session.transaction(snapshot=True) as transaction:
-            found = transaction.row(witness, {"gone_tid": batch.gone_tid, "gone_age": batch.gone_age})
-        return found == (True,)
+            return transaction.row(gone, parameters) == (True,)
 
     def find_rest(self, timeout: dt.timedelta) -> Found:
         """What is left of the policy's rows, if time allows: psycopg.Error when it does not.
@@ -5213,7 +5291,7 @@ FROM t JOIN pg_class c ON c.oid = t.oid OR EXISTS (
         JOIN pg_attribute a ON a.attrelid = t.oid AND a.attnum = ANY (i.indkey)
 )
 SELECT format('GRANT SELECT (%s), UPDATE (%I), DELETE ON %s TO %I',
-    (SELECT string_agg(quote_ident(name), ', ' ORDER BY name <> 'ctid', name) FROM needed),
+    (SELECT string_agg(quote_ident(name), ', ' ORDER BY name NOT IN ('ctid', 'xmax'), name) FROM needed),
     COALESCE((SELECT name FROM key), {age}), t.oid::regclass, {role})
 FROM t""",
     ),
@@ -5291,13 +5369,14 @@ def setup(config: Configuration, role: str) -> Iterator[tuple[str, list[sql.Comp
             parents = [policy.parent_column for policy in of_table if policy.parent_column]
             columns = [column for policy in of_table for column in (policy.column, *(policy.only or {}))]
             ages = dict.fromkeys(policy.column for policy in of_table)
+            places = ["ctid"] if parents else ["ctid", "xmax"]
             for age in list(ages)[: None if scope == "age" else 1]:
                 catalog = {"schema": sql.Literal(name.schema), "name": sql.Literal(name.name)}
                 parts: dict[str, sql.Composable] = {
                     **catalog,
                     "role": sql.Literal(role),
                     "table": sql.SQL(FOUND_TABLE).format(**catalog),
-                    "columns": sql.SQL(", ").join(map(sql.Literal, dict.fromkeys(["ctid", *columns, *parents]))),
+                    "columns": sql.SQL(", ").join(map(sql.Literal, dict.fromkeys([*places, *columns, *parents]))),
                     "parents": sql.SQL("ARRAY[{}]::name[]").format(sql.SQL(", ").join(map(sql.Literal, parents))),
                     "age": sql.Literal(age),
                     "child_index": sql.SQL(CHILD_INDEX.format(relation="c.oid", column="attnum = ANY (r.columns)")),

@@ -186,7 +186,7 @@ class Database:
     def grant(self, table: str, *, select: str, update: str = "") -> None:
         """The least that the job needs on a table: `select` the columns it names, `update` one (or the first)."""
         first = update or select.split(",")[0]
-        self.execute(f"GRANT SELECT (ctid, {select}), UPDATE ({first}), DELETE ON {table} TO retention")
+        self.execute(f"GRANT SELECT (ctid, xmax, {select}), UPDATE ({first}), DELETE ON {table} TO retention")
 
     def close(self) -> None:
         for connection in self.connections:

@@ -38,7 +38,7 @@ CREATE INDEX ix_refresh_tokens_expires_at ON refresh_tokens (expires_at);
 
 -- What the role of the job needs, and nothing more: claiming with FOR UPDATE needs UPDATE on one column.
 GRANT USAGE ON SCHEMA identity TO retention;
-GRANT SELECT (ctid, created_at), UPDATE (id), DELETE ON identity.sign_in_confirmation_requests TO retention;
+GRANT SELECT (ctid, xmax, created_at), UPDATE (id), DELETE ON identity.sign_in_confirmation_requests TO retention;
 GRANT SELECT (ctid, id, parent_session_id, status, updated_at), UPDATE (id), DELETE
     ON identity.refresh_sessions TO retention;
-GRANT SELECT (ctid, expires_at, is_revoked), UPDATE (id), DELETE ON refresh_tokens TO retention;
+GRANT SELECT (ctid, xmax, expires_at, is_revoked), UPDATE (id), DELETE ON refresh_tokens TO retention;
