@@ -3753,9 +3753,9 @@ class AcrossPages:
     def advance(self, batch: Batch, limit: int) -> None:
         full = batch.last_tid is not None
         last_tid = batch.last_tid or f"({self.edge},0)"
-        page, start = (int(tid[1:].split(",")[0]) for tid in (last_tid, self.tid))
+        (page, row), (start, first) = (map(int, tid[1:-1].split(",")) for tid in (last_tid, self.tid))
         pages = abs(page - start) + full
-        self.dense = batch.looked >= self.DENSE * self.rows_per_page * pages
+        self.dense = batch.looked >= self.DENSE * abs((page - start) * self.rows_per_page + row - first)
         self.tid = last_tid
         if full:
             self.width = max(1, int(self.FILL * pages))

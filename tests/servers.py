@@ -84,6 +84,7 @@ class Proxy:
         login            the first connection is made, and nothing has been asked yet; its batch is 0
         batch            the statement that deletes has arrived here, and not at the server
         batch answered   the server has executed it, and the program has not been told
+        deletion, deletion answered    the same where it has only claimed, for the statement that deletes
         commit, commit answered    the same for its COMMIT
         pause            the program has been told of its COMMIT
 
@@ -177,7 +178,7 @@ class Proxy:
 class Link(threading.Thread):
     """One connection through the proxy."""
 
-    BEGIN, STATEMENT, COMMIT = b"BEGIN ISOLATION", b"gone AS (", b"COMMIT\0"
+    BEGIN, STATEMENT, DELETION, COMMIT = b"BEGIN ISOLATION", b"SKIP LOCKED", b"AND t.xmax", b"COMMIT\0"
 
     def __init__(self, proxy: Proxy, client: socket.socket) -> None:
         super().__init__(daemon=True)
@@ -220,6 +221,8 @@ class Link(threading.Thread):
             self.deleting = True
             self.proxy.batches += 1
             self.reach("batch")
+        elif self.DELETION in seen:
+            self.reach("deletion")
         elif self.COMMIT in seen and self.deleting:
             self.deleting = False
             self.reach("commit")

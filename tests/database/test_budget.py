@@ -508,7 +508,7 @@ class CutAtCommit(threading.Thread):
                     if not data:
                         return
                     if source is client:
-                        deleting = deleting or (b"gone AS (" in data and b"EXPLAIN" not in data)
+                        deleting = deleting or (b"SKIP LOCKED" in data and b"EXPLAIN" not in data)
                         if deleting and b"COMMIT" in data:
                             deleting, self.batches = False, self.batches + 1
                             if self.batches == self.batch:
