@@ -3698,6 +3698,9 @@ class AlongIndex:
     MANY_OF_ONE_AGE = 1000
     dense = False
 
+    def step_aside(self) -> bool:
+        return False
+
     def __init__(self, walk: Walk, size: int) -> None:
         """`size` is how large a batch may be."""
         self.walk, self.size = walk, size
@@ -3721,6 +3724,12 @@ class AlongIndex:
         self.age, self.tid, self.done = batch.last_age, batch.last_tid, batch.last_tid is None
 
 
+def place(tid: str) -> tuple[int, int]:
+    """The page of a row, and which of its rows it is."""
+    page, row = tid[1:-1].split(",")
+    return int(page), int(row)
+
+
 class AcrossPages:
     """A position in the heap, inside a range of `width` pages that adapts so that a range fills most of a batch.
 
@@ -3740,12 +3749,25 @@ class AcrossPages:
         self.width = min(self.WIDEST, max(1, int(self.FILL * limit / rows_per_page)))
         self.tid = f"({pages},0)" if walk.descending else "(0,0)"
         self.edge = 0
+        self.end = 0 if walk.descending else pages
+        self.later: list[tuple[str, int]] = []  # what was stepped aside from: from here to that page
         self.open_range(pages if walk.descending else 0)
         self.done = pages == 0
 
     def open_range(self, page: int) -> None:
         width = min(self.WIDEST, self.width * 2) if self.dense else self.width
-        self.edge = max(0, page - width) if self.walk.descending else min(self.pages, page + width)
+        self.edge = max(self.end, page - width) if self.walk.descending else min(self.end, page + width)
+
+    def step_aside(self) -> bool:
+        """Leave the next pages for later, half of them; whether that makes sense. (Chains go from the newest only.)"""
+        page = place(self.tid)[0]
+        if self.walk.descending or self.end - page < 4 * self.width:
+            return False
+        middle = (page + self.end) // 2
+        self.later.append((self.tid, middle))
+        self.tid = f"({middle},0)"
+        self.open_range(middle)
+        return True
 
     def parameters(self, limit: int) -> dict[str, Any]:  # noqa: ARG002, as that of AlongIndex
         return {"tid": self.tid, "edge": f"({self.edge},0)"}
@@ -3753,7 +3775,7 @@ class AcrossPages:
     def advance(self, batch: Batch, limit: int) -> None:
         full = batch.last_tid is not None
         last_tid = batch.last_tid or f"({self.edge},0)"
-        (page, row), (start, first) = (map(int, tid[1:-1].split(",")) for tid in (last_tid, self.tid))
+        (page, row), (start, first) = place(last_tid), place(self.tid)
         pages = abs(page - start) + full
         self.dense = batch.looked >= self.DENSE * abs((page - start) * self.rows_per_page + row - first)
         self.tid = last_tid
@@ -3761,11 +3783,14 @@ class AcrossPages:
             self.width = max(1, int(self.FILL * pages))
             # the rest of the last row's page belongs to the next range
             self.open_range(page + 1 if self.walk.descending else page)
-        else:
-            self.done = self.edge in (0, self.pages)
-            fitting = int(pages * self.FILL * limit / max(1, batch.looked))
-            self.width = max(1, min(self.WIDEST, 2 * pages, fitting))
-            self.open_range(self.edge)
+            return
+        fitting = int(pages * self.FILL * limit / max(1, batch.looked))
+        self.width = max(1, min(self.WIDEST, 2 * pages, fitting))
+        if self.edge == self.end:
+            self.done = not self.later
+            if self.later:
+                self.tid, self.end = self.later.pop()
+        self.open_range(place(self.tid)[0])
 
 
 # Another number when the table's file is another, after VACUUM FULL for example, or its partitions are others.
@@ -3839,9 +3864,10 @@ class Phase:
     # long as the quickest in any case.
     UNNOTICED, LONGEST = 0.02, 1.0
     FIRST = 500  # rows, of the first batch that is to go unnoticed
-    # So many rows of a batch that other sessions hold, and more than it has: another instance is at work here. To step
-    # back for a moment, these seconds or four batches, costs less than going through the same rows beside it.
-    CROWD, STEP_BACK = 500, 0.25
+    # So many rows of a batch that other sessions hold, and more than it has: another instance is at work here. To go on
+    # elsewhere, or else to wait for a moment (these seconds or four batches), costs less than to go through the same
+    # rows beside it. In case it is none, that is done so many times in a row, and then no more.
+    CROWD, STEP_BACK, PATIENCE = 50, 0.25, 8
     MANY = 5000  # rows deleted along an index, after which the planner is asked whether it would follow it
     MOST = 0.5  # of the table: to go through all of it takes no longer then, in whatever order its pages are
 
@@ -3858,7 +3884,9 @@ class Phase:
     waiting: bool = False  # for a standby
     quickest: float = math.inf  # seconds, of the batches so far
     asked: bool = False  # by better_by_pages
-    met: int = 0  # another instance, in so many batches in a row (8 at most)
+    met: int = 0  # another instance, in so many batches in a row
+    beside: bool = False  # another instance was met
+    patient: bool = True
     blockers: set[str] = field(default_factory=set)
     hidden: list[str] = field(default_factory=list)  # addresses of rows that were found blocked by trying
     refused: list[str] = field(default_factory=list)  # addresses of undeletable rows
@@ -3971,12 +3999,13 @@ class Phase:
             self.begin_pass(out_of_order=self.out_of_order)
 
     def better_by_pages(self) -> bool:
-        """Whether the rest is reached sooner page by page: asked once, when the index has led to many rows.
+        """Whether the rest is reached sooner page by page: asked once, when the index has led to many rows, or to
+        another instance.
 
         So it is where most of the table goes, or much of it and the heap is not in the order of age. Statistics of
         yesterday may be wrong about it; then the table is read once in vain.
         """
-        many = self.deleted is not None and self.deleted >= self.MANY
+        many = self.met or (self.deleted is not None and self.deleted >= self.MANY)
         if self.asked or not many or self.out_of_order or self.table.references or self.table.key:
             return False
         self.asked = True
@@ -4028,15 +4057,19 @@ class Phase:
                 batch, refused = recovered
             seconds = clock() - started
             self.failures, self.progressed = 0, True
+            others = batch.looked - batch.held - batch.claimed
+            met = self.meets_another(others, batch.claimed)
+            if met:  # what stays of the batch is looked at again
+                batch = dataclasses.replace(batch, looked=batch.deleted, claimed=batch.deleted, held=0)
             self.tally.add(batch, climbing=bool(seeds), refused=refused)
             assert self.deleted is not None
             self.deleted += batch.deleted
             self.suspects = 0 if batch.deleted else self.suspects
             self.blockers.update(self.table.references[number].name for number in batch.held_by)
             assert self.position is not None
-            if seeds:
+            if seeds and not met:
                 self.seeds = dict.fromkeys(list(self.seeds)[len(seeds) :])
-            else:
+            elif not met:
                 self.position.advance(batch, limit)
             self.seeds.update(dict.fromkeys(batch.freed))
             if refused is not None:
@@ -4047,15 +4080,26 @@ class Phase:
                 self.limit = max(limit, min(2 * limit, self.first))
             if batch.deleted:
                 self.report.batch_deleted(self.table.policy, batch.deleted, limit, seconds)
-            others = batch.looked - batch.held - batch.claimed
-            self.met = min(self.met + 1, 8) if others > max(batch.claimed, self.CROWD) else 0
-            if self.met:
-                self.rest(min(2.0, max(self.STEP_BACK, 4 * seconds), max(0.01, seconds) * 2**self.met))
             if self.position.crowded or (not self.position.done and self.better_by_pages()):
                 self.begin_pass(out_of_order=True)
+            elif met and not self.position.step_aside():
+                self.limit = min(self.limit, self.FIRST)
+                self.rest(min(max(self.STEP_BACK, 4 * seconds), 5 * seconds * 2**self.met))
             elif batch.deleted and not (self.position.done and not self.seeds):
                 self.rest(seconds if self.options.pause is None else self.options.pause / UNITS["s"])
         return None
+
+    def meets_another(self, others: int, claimed: int) -> bool:
+        """Whether another instance is at work on the rows of a batch, by how many are held by other sessions.
+
+        Once one is known to be there, any row may be one of its, and a pass over chains is not to be made twice for a
+        few. But who still holds rows after all our patience is none: from then on nobody is waited for.
+        """
+        few = 0 if self.beside and self.table.references else max(claimed, self.CROWD)
+        self.met = self.met + 1 if others > few else 0
+        self.beside = self.beside or self.met > 0
+        self.patient = self.patient and self.met <= self.PATIENCE
+        return self.patient and self.met > 0
 
     def execute(self, seeds: list[str], limit: int, *, delete: bool = True) -> Batch:
         """One batch in one transaction. `in_doubt` holds its result while its COMMIT is under way."""

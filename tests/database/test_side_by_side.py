@@ -232,3 +232,57 @@ def test_a_service_that_touches_old_rows_is_no_failure(indexed: bool, systems: D
     assert tokens["deleted"] == 20_000 - systems.count("refresh_tokens")
     again = program.inside(None, "--once", "--json")
     assert (again.returncode, systems.count("refresh_tokens")) == (0, 0)
+
+
+@pytest.mark.parametrize("indexed", [True, False], ids=["index", "no index"])
+def test_where_another_instance_is_at_work_the_rest_goes_first(
+    indexed: bool, systems: Database, program: Program, proxy: Proxy
+) -> None:
+    """The rows at the front are held, and free again once all others are gone: they go last, and nobody waited."""
+    expired(systems, 20_000, indexed=indexed)
+    systems.execute("VACUUM ANALYZE refresh_tokens")
+    other = systems.connect(autocommit=False)
+    age = "expires_at < now() - interval '1 day 5 hours'" if indexed else "id < 2000"
+    held = len(other.execute(f"SELECT 1 FROM refresh_tokens WHERE {age} FOR UPDATE").fetchall())
+    assert 1000 < held < 3000
+    left: list[int] = []
+
+    def give_way() -> None:
+        left.append(systems.count("refresh_tokens"))
+        other.rollback()
+
+    proxy.at("batch", 25, give_way)
+    result = program.inside(configuration(proxy.conninfo(systems), TOKENS, batch_size=1000), "--once", "--json")
+    assert (result.returncode, result.policies["tokens"]["deleted"]) == (0, 20_000)
+    assert result.policies["tokens"]["stop_reason"] == "drained"
+    assert left[0] < held + 3000, "what nobody held went before"
+    assert proxy.batches < 40
+
+
+def test_an_instance_on_the_same_chains_is_followed(systems: Database, program: Program, proxy: Proxy) -> None:
+    """Its rows are waited for where they are, and not walked past: chains are gone through once."""
+    systems.execute(f"CREATE INDEX ON {TABLE} (updated_at)")
+    fate = load(systems, 20, 500)
+    other = systems.connect(autocommit=False)
+    newest = f"SELECT id FROM {TABLE} WHERE updated_at < now() - interval '90 days' AND status <> 'Active'"
+    other.execute(f"SELECT 1 FROM {TABLE} WHERE id IN ({newest} ORDER BY updated_at DESC LIMIT 600) FOR UPDATE")
+    proxy.at("batch", 4, other.rollback)
+    result = program.inside(configuration(proxy.conninfo(systems), REFRESH, batch_size=1000), "--once", "--json")
+    assert proxy.happened == ["batch"]
+    assert (result.returncode, result.policies["refresh"]["deleted"]) == (0, len(fate.finished))
+    assert proxy.batches < 4 + 1.5 * systems.count(TABLE) / 1000 + 1.5 * len(fate.finished) / 1000
+
+
+@pytest.mark.parametrize("indexed", [True, False], ids=["index", "no index"])
+def test_who_holds_many_rows_all_night_is_waited_for_once(
+    indexed: bool, systems: Database, program: Program, proxy: Proxy
+) -> None:
+    """No other instance, then: after eight waits all others go, and the run ends as for a single row that is held."""
+    expired(systems, 10_000, indexed=indexed)
+    other = systems.connect(autocommit=False)
+    other.execute("SELECT 1 FROM refresh_tokens WHERE id % 1000 < 800 FOR UPDATE")
+    result = program.inside(configuration(proxy.conninfo(systems), TOKENS, batch_size=1000), "--once", "--json")
+    tokens = result.policies["tokens"]
+    assert (result.returncode, tokens["deleted"], tokens["backlog"]) == (0, 2000, 8000)
+    assert tokens["stop_reason"] == "locked"
+    assert proxy.batches < 70
