@@ -3743,7 +3743,6 @@ class AcrossPages:
 
     def __init__(self, walk: Walk, pages: int, rows_per_page: float, limit: int) -> None:
         self.walk = walk
-        self.pages = pages
         self.rows_per_page = rows_per_page
         self.dense = True  # the last range was; of the first it is taken for granted, as it costs little
         self.width = min(self.WIDEST, max(1, int(self.FILL * limit / rows_per_page)))
