@@ -4049,15 +4049,15 @@ class Phase:
                     continue
                 started = clock()
                 batch = self.execute(seeds, limit)
+                seconds = clock() - started
             except psycopg.Error as error:
+                seconds = clock() - started
                 recovered = self.recover(error, seeds)
                 if recovered is None:
                     continue
                 batch, refused = recovered
-            seconds = clock() - started
             self.failures, self.progressed = 0, True
-            others = batch.looked - batch.held - batch.claimed
-            met = self.meets_another(others, batch.claimed)
+            met = self.meets_another(batch)
             if met:  # what stays of the batch is looked at again
                 batch = dataclasses.replace(batch, looked=batch.deleted, claimed=batch.deleted, held=0)
             self.tally.add(batch, climbing=bool(seeds), refused=refused)
@@ -4084,17 +4084,18 @@ class Phase:
             elif met and not self.position.step_aside():
                 self.limit = min(self.limit, self.FIRST)
                 self.rest(min(max(self.STEP_BACK, 4 * seconds), 5 * seconds * 2**self.met))
-            elif batch.deleted and not (self.position.done and not self.seeds):
+            elif batch.deleted and (self.seeds or not self.position.done):
                 self.rest(seconds if self.options.pause is None else self.options.pause / UNITS["s"])
         return None
 
-    def meets_another(self, others: int, claimed: int) -> bool:
-        """Whether another instance is at work on the rows of a batch, by how many are held by other sessions.
+    def meets_another(self, batch: Batch) -> bool:
+        """Whether another instance is at work on the rows of a batch, by how many of them other sessions hold.
 
         Once one is known to be there, any row may be one of its, and a pass over chains is not to be made twice for a
         few. But who still holds rows after all our patience is none: from then on nobody is waited for.
         """
-        few = 0 if self.beside and self.table.references else max(claimed, self.CROWD)
+        others = batch.looked - batch.held - batch.claimed
+        few = 0 if self.beside and self.table.references else max(batch.claimed, self.CROWD)
         self.met = self.met + 1 if others > few else 0
         self.beside = self.beside or self.met > 0
         self.patient = self.patient and self.met <= self.PATIENCE
