@@ -45,9 +45,12 @@ class Measured:
 Contender = Callable[[Database, Data, float], Measured]
 
 
-def program(database: Database, data: Data, limit: float) -> Measured:
-    """The program in a process of its own: the time of its phase as its log tells it, and the wall time of all."""
-    config = configuration(database.conninfo, {data.policy: POLICIES[data.policy]}, max_run_duration="6h")
+def program(database: Database, data: Data, limit: float, **options: Any) -> Measured:
+    """The program in a process of its own: the time of its phase as its log tells it, and the wall time of all.
+
+    `options` are those of its section [run].
+    """
+    config = configuration(database.conninfo, {data.policy: POLICIES[data.policy]}, max_run_duration="6h", **options)
     progress, deleted, started, phase = [(0.0, 0)], 0, 0.0, None
     peak, log = [0.0], []
     with tempfile.TemporaryDirectory() as directory:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import pathlib
 import signal
@@ -152,8 +153,9 @@ class Bench:
 
 def sicr(bench: Bench) -> None:
     """One simple table: what claiming rows and small transactions cost."""
-    field = {
+    field: dict[str, Contender] = {
         "program": program,
+        "program, batch_size = 20000": functools.partial(program, batch_size=20_000),
         "floor: claim and delete": contenders.FLOOR,
         "one DELETE": contenders.ONE_SHOT,
         "obvious loop": contenders.OBVIOUS,
@@ -167,8 +169,9 @@ def sicr(bench: Bench) -> None:
                 bench.heading(title)
                 results = bench.compare(data, field, snapshot=snapshot)
                 bench.show(results, title)
-                ours, floor, one_shot, obvious = results.values()
+                ours, large, floor, one_shot, obvious = results.values()
                 bench.ratio("program / floor", ours, floor, 1.15)
+                bench.ratio("program, batch_size = 20000 / floor", large, floor, 1.15)
                 bench.ratio("program / one DELETE", ours, one_shot, 4)
                 bench.ratio("obvious loop / program", obvious, ours, least=5)
                 if quiet:
