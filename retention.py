@@ -2013,12 +2013,12 @@ WALKS = {
         "passed": "t.ctid >= %(tid)s::tid",
     },
 }
-NOWHERE = "horizon AS MATERIALIZED (SELECT NULL::{type} AS age, NULL::{address_type} AS tid WHERE false)"
+NO_HORIZON = "horizon AS MATERIALIZED (SELECT NULL::{type} AS age, NULL::{address_type} AS tid WHERE false)"
 # The next rows of the policy; `horizon`, if there is one, is the row at which a batch ends even if it is not full.
-LOOK = """{nowhere}, look AS MATERIALIZED (
+LOOK = """{no_horizon}, look AS MATERIALIZED (
     SELECT {selected} FROM {rows} t WHERE {ahead} AND {rule_in_order} ORDER BY {order} LIMIT %(limit)s::bigint
 )"""
-# Where the walk leads through rows that are not the policy's, it may be most of them: a batch reads %(scan)s at most.
+# Old rows that are not the policy's may be the majority: a batch reads %(scan)s at most.
 SCANNING_LOOK = """scanned AS MATERIALIZED (
     SELECT {selected}, {chosen} AS chosen FROM {rows} t WHERE {ahead} AND {in_order}
     ORDER BY {order} LIMIT %(scan)s::bigint
@@ -2027,7 +2027,7 @@ SCANNING_LOOK = """scanned AS MATERIALIZED (
 ), look AS MATERIALIZED (
     SELECT * FROM scanned WHERE chosen LIMIT %(limit)s::bigint
 )"""
-# The fields of `Batch` that the two kinds of batch have in common.
+# The last fields of `Batch`, in its order.
 RESULT = """(SELECT n FROM went) AS deleted,
        (SELECT age::text FROM last) AS last_age,
        (SELECT tid::text FROM last) AS last_tid,
@@ -2054,7 +2054,9 @@ def walk_of(table: Table, name: str) -> Walk:
         "at_seen": at(table, "(SELECT tids FROM seen)"),
         "at_claimed": at(table, "(SELECT tids FROM claimed, judged WHERE %(delete)s::boolean AND unchanged)"),
         "at_chosen": at(table, "ARRAY (SELECT tid FROM chosen, judged WHERE %(delete)s::boolean AND unchanged)"),
-        "once_more": sql.SQL("AND {}").format(predicate(table)) if table.key else sql.SQL(""),  # a key is a mere value
+        "once_more": sql.SQL("AND {}").format(predicate(table))
+        if table.key
+        else sql.SQL(""),  # a key may be another row's by now
         "at_free": at(table, "ARRAY (SELECT tid FROM free)"),
         "at_seeds": at(table, "%(seeds)s"),
         "selected": selected(table),
@@ -2069,7 +2071,7 @@ def walk_of(table: Table, name: str) -> Walk:
     }
     scanning = name == "key" or (name == "index" and table.only)
     look = SCANNING_LOOK if scanning else LOOK
-    for place, text in {**WALKS[name], "nowhere": NOWHERE, "look": look, "result": RESULT}.items():
+    for place, text in {**WALKS[name], "no_horizon": NO_HORIZON, "look": look, "result": RESULT}.items():
         parts[place] = sql.SQL(text).format(**parts)
     return Walk(name, down, parts)
 
@@ -2241,8 +2243,8 @@ def range_claim(walk: Walk) -> sql.Composed:
     """Look at a range of pages, and claim in place what of it is the policy's; `range_deletion` deletes it.
 
     Where most rows of the pages are the policy's, to go over them again takes less than to gather their addresses and
-    to report each row that is deleted: 1.1 times what one statement for the whole table takes instead of 1.8
-    (tests/bench). In whatever order the rows are found, none up to the last one is passed over.
+    to report each row that is deleted. In whatever order the rows are found, none up to the last one is passed over. A
+    row that was changed meanwhile is claimed at its new place, which may lie beyond.
     """
     return sql.SQL("""
 WITH {judged}, seen AS MATERIALIZED (
@@ -2297,7 +2299,7 @@ def climbed(table: Table, walk: Walk) -> sql.Composed:
         for reference in table.references
     )
     condition = sql.SQL("{} AND {} = 1").format(passed(walk), referrers)
-    return sql.SQL("""{nowhere}, climb AS (
+    return sql.SQL("""{no_horizon}, climb AS (
     SELECT {selected} FROM {rows} t WHERE {at_seeds} AND {rule}
     UNION
     SELECT p.* FROM climb c CROSS JOIN LATERAL ({parents}) p
@@ -2423,7 +2425,7 @@ SELECT (SELECT n FROM seen) AS looked,
 
 
 def batch_of(table: Table, walk: Walk) -> sql.Composed:
-    """The batch of a walk."""
+    """Look, claim and delete, in one statement that the walk repeats from where it has come to."""
     return closed_batch(table, walk, walk.parts["look"]) if table.references else simple_batch(walk)
 
 
@@ -2432,9 +2434,14 @@ def explained(table: Table) -> tuple[sql.Composed, dict[str, Any]]:
     walk = walk_of(table, "index" if table.indexed else table.other_walk)
     batch = batch_of(table, walk)
     # no times, for which the planner would read the ends of the index
-    position: dict[str, Any] = {**dict.fromkeys(("bound", "age", "tid", "edge")), "done": False, "scan": 1, "limit": 1}
-    parameters = {**parameters_of(table, ""), **identity(table.policy), **position, "seeds": []}
-    return sql.SQL("EXPLAIN {}").format(batch), {**parameters, "delete": False, "locked": None}
+    unknown = dict.fromkeys(("bound", "age", "tid", "edge", "locked"))
+    numbers = {"limit": 1, "scan": 1, "done": False, "delete": False}
+    return sql.SQL("EXPLAIN {}").format(batch), {
+        **parameters_of(table, ""),
+        **identity(table.policy),
+        **unknown,
+        **numbers,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -2454,12 +2461,13 @@ def survey(
     hidden: Sequence[str] = (),
     refused: Sequence[str] = (),
 ) -> tuple[sql.Composed, dict[str, Any]]:
-    """Of the last of these policies, the others having run in order: what it finds, as the fields of `Found`.
+    """A statement and its parameters that give `Found` for the last of these policies, as if the others had run before.
 
     What an earlier policy takes, a later one does not find, nor does it hold anything. Each `held` starts from the rows
     that stay and goes to what they name, by key. Reads a whole table once for each policy with references. `hidden` are
-    addresses of rows that rows which we cannot see hold, `refused` of rows that the database refuses to delete. Rows
-    are overdue when an interval has passed since their retention has. The parameters come with the statement.
+    addresses of rows that are held by rows which we cannot see, and count as held; `refused` of rows that the database
+    refuses to delete, which do not, while what they name does. Rows are overdue when an interval has passed since their
+    retention has.
     """
 
     def not_taken(alias: str, name: TableName, number: int) -> sql.Composed:
@@ -3639,7 +3647,10 @@ def history_line(
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one batch statement reports. Times and addresses are the server's text; None: there is no such row."""
+    """What one batch statement reports: the columns of each of them, in this order.
+
+    Times and addresses are the server's text; None: there is no such row.
+    """
 
     looked: int  # rows of the policy that it passed
     held: int  # of these, rows to which a row that stays refers
@@ -3681,25 +3692,24 @@ class Tally:
             self.undeletable, self.left = self.undeletable + batch.claimed, self.left - batch.claimed
 
 
-LONGEST_STRETCH = 4  # of the largest batch: to read so many rows costs as much as to delete that
+class Position:
+    """Where a pass is. `done` once a batch found the end."""
+
+    dense = False  # most of the rows here are the policy's
+    tied = False  # among so many rows of one age that the other walk is better
+    done: bool
+
+    def step_aside(self) -> bool:
+        """Skip half of the pages ahead, to come back to them; False where that cannot be."""
+        return False
 
 
-def stretched(stretch: int, batch: Batch, limit: int, size: int) -> int:
-    """How many times as many rows as it may delete the next batch reads, where few of them are the policy's."""
-    if batch.looked < limit / 2:
-        return max(1, min(LONGEST_STRETCH * size // limit, stretch * 2))
-    return max(1, stretch // 2)
-
-
-class AlongIndex:
-    """A position in the order of age, or of the primary key. `done` once a batch found the end."""
+class AlongIndex(Position):
+    """A position in the order of age, or of the primary key."""
 
     # Rows of one age are sorted again by each batch that starts among them; from here on the other walk is cheaper.
     MANY_OF_ONE_AGE = 1000
-    dense = False
-
-    def step_aside(self) -> bool:
-        return False
+    LONGEST_STRETCH = 4  # of the largest batch: to read so many rows costs as much as to delete that
 
     def __init__(self, walk: Walk, size: int) -> None:
         """`size` is how large a batch may be."""
@@ -3707,20 +3717,20 @@ class AlongIndex:
         self.age: str | None = None
         self.tid: str | None = None
         self.of_one_age = 0
-        self.stretch = 1
+        self.stretch = 1  # how many times as many rows as it may delete the next batch may read
         self.done = False
 
     def parameters(self, limit: int) -> dict[str, Any]:
         return {"age": self.age, "tid": self.tid, "scan": limit * self.stretch, "done": self.done}
 
-    @property
-    def crowded(self) -> bool:
-        return self.of_one_age >= self.MANY_OF_ONE_AGE
-
     def advance(self, batch: Batch, limit: int) -> None:
         same_age = self.walk.name == "index" and batch.last_age is not None and batch.last_age == self.age
         self.of_one_age = self.of_one_age + limit * self.stretch if same_age else 0
-        self.stretch = stretched(self.stretch, batch, limit, self.size)
+        self.tied = self.of_one_age >= self.MANY_OF_ONE_AGE
+        if batch.looked < limit / 2:
+            self.stretch = max(1, min(self.LONGEST_STRETCH * self.size // limit, self.stretch * 2))
+        else:
+            self.stretch = max(1, self.stretch // 2)
         self.age, self.tid, self.done = batch.last_age, batch.last_tid, batch.last_tid is None
 
 
@@ -3730,42 +3740,44 @@ def place(tid: str) -> tuple[int, int]:
     return int(page), int(row)
 
 
-class AcrossPages:
-    """A position in the heap, inside a range of `width` pages that adapts so that a range fills most of a batch.
+class AcrossPages(Position):
+    """A position in the heap, before a range of pages that adapts so that it fills most of a batch.
 
     The pages are those that the table had when the pass began; `Phase.moved` looks after what was appended since.
     """
 
     FILL = 0.9  # of a batch: a range that overfills one is sorted again for the next
     WIDEST = 1024  # pages, 8 MiB: where little matches, a transaction stays short all the same
-    DENSE = 0.25  # of the rows in a range: from here on they are claimed in place, which stops at a full batch
-    crowded = False
+    DENSE = 0.25  # of the rows in a range: from here on they are claimed in place, where they can be
 
-    def __init__(self, walk: Walk, pages: int, rows_per_page: float, limit: int) -> None:
+    def __init__(self, walk: Walk, pages: int, rows_per_page: float, limit: int, *, in_place: bool) -> None:
         self.walk = walk
         self.rows_per_page = rows_per_page
-        self.dense = True  # the last range was; of the first it is taken for granted, as it costs little
-        self.width = min(self.WIDEST, max(1, int(self.FILL * limit / rows_per_page)))
+        self.in_place = in_place  # whether rows can be claimed so
+        self.dense = in_place  # the last range was; of the first it is taken for granted, as it costs little
+        self.width = min(self.WIDEST, max(1, int(self.FILL * limit / rows_per_page)))  # pages
         self.tid = f"({pages},0)" if walk.descending else "(0,0)"
-        self.edge = 0
         self.end = 0 if walk.descending else pages
-        self.later: list[tuple[str, int]] = []  # what was stepped aside from: from here to that page
-        self.open_range(pages if walk.descending else 0)
+        self.later: list[tuple[str, int]] = []  # what was skipped: from here to that page
+        self.edge = self.next_edge()
         self.done = pages == 0
 
-    def open_range(self, page: int) -> None:
+    def next_edge(self) -> int:
+        """The page at which the next range ends. Claiming in place stops at a full batch: so with pages to spare."""
+        page, row = place(self.tid)
         width = min(self.WIDEST, self.width * 2) if self.dense else self.width
-        self.edge = max(self.end, page - width) if self.walk.descending else min(self.end, page + width)
+        if self.walk.descending:  # the rest of a row's page belongs to the range
+            return max(self.end, page + (row > 0) - width)
+        return min(self.end, page + width)
 
     def step_aside(self) -> bool:
-        """Leave the next pages for later, half of them; whether that makes sense. (Chains go from the newest only.)"""
         page = place(self.tid)[0]
-        if self.walk.descending or self.end - page < 4 * self.width:
+        if self.walk.descending or self.end - page < 4 * self.width:  # chains go from the newest on, and not otherwise
             return False
         middle = (page + self.end) // 2
         self.later.append((self.tid, middle))
         self.tid = f"({middle},0)"
-        self.open_range(middle)
+        self.edge = self.next_edge()
         return True
 
     def parameters(self, limit: int) -> dict[str, Any]:  # noqa: ARG002, as that of AlongIndex
@@ -3776,20 +3788,19 @@ class AcrossPages:
         last_tid = batch.last_tid or f"({self.edge},0)"
         (page, row), (start, first) = place(last_tid), place(self.tid)
         pages = abs(page - start) + full
-        self.dense = batch.looked >= self.DENSE * abs((page - start) * self.rows_per_page + row - first)
+        rows_there = abs((page - start) * self.rows_per_page + row - first)
+        self.dense = self.in_place and batch.looked >= self.DENSE * rows_there
         self.tid = last_tid
         if full:
             self.width = max(1, int(self.FILL * pages))
-            # the rest of the last row's page belongs to the next range
-            self.open_range(page + 1 if self.walk.descending else page)
-            return
-        fitting = int(pages * self.FILL * limit / max(1, batch.looked))
-        self.width = max(1, min(self.WIDEST, 2 * pages, fitting))
-        if self.edge == self.end:
-            self.done = not self.later
-            if self.later:
-                self.tid, self.end = self.later.pop()
-        self.open_range(place(self.tid)[0])
+        else:
+            fitting = int(pages * self.FILL * limit / max(1, batch.looked))
+            self.width = max(1, min(self.WIDEST, 2 * pages, fitting))
+            if self.edge == self.end:
+                self.done = not self.later
+                if self.later:
+                    self.tid, self.end = self.later.pop()
+        self.edge = self.next_edge()
 
 
 # Another number when the table's file is another, after VACUUM FULL for example, or its partitions are others.
@@ -3855,7 +3866,7 @@ class Phase:
     RETRIES = 8  # in a row: a batch of 5000 shrinks to one row in 4 steps
     RETRIES_IN_TRIGGER = 3  # in a row, of what a retry cures, before the row is suspected
     SUSPECTS = 5  # such rows, none deleted between, before it is the table's fault
-    FRUITLESS = 4  # passes that claim rows and delete none
+    FRUITLESS = 4  # passes in which nothing goes
     RECONNECT_FOR = 30.0  # seconds
     SETTLE = 0.4  # seconds, of what is left of the five after a signal
     # How long a batch may take, in seconds: with the pause "auto" what the online service does not notice, else what it
@@ -3863,10 +3874,10 @@ class Phase:
     # long as the quickest in any case.
     UNNOTICED, LONGEST = 0.02, 1.0
     FIRST = 500  # rows, of the first batch that is to go unnoticed
-    # So many rows of a batch that other sessions hold, and more than it has: another instance is at work here. To go on
-    # elsewhere, or else to wait for a moment (these seconds or four batches), costs less than to go through the same
-    # rows beside it. In case it is none, that is done so many times in a row, and then no more.
-    CROWD, STEP_BACK, PATIENCE = 50, 0.25, 8
+    # More rows of a batch than this that other sessions hold, and more than it has itself: another instance is at work
+    # here. To go on elsewhere, or else to wait (at first for a moment, at most for these seconds or four batches),
+    # costs less than to go through the same rows beside it. In case it is none, so many times in a row, and then never.
+    OTHERS, STEP_BACK, PATIENCE = 50, 0.25, 8
     MANY = 5000  # rows deleted along an index, after which the planner is asked whether it would follow it
     MOST = 0.5  # of the table: to go through all of it takes no longer then, in whatever order its pages are
 
@@ -3874,8 +3885,8 @@ class Phase:
     table: Table
     now: dt.datetime
     options: RunOptions
-    share: float  # seconds of `clock`: when its share of the budget is spent, and when the night window closes
-    window: float
+    share_end: float  # seconds of `clock`: when its share of the budget is spent, and when the night window closes
+    window_end: float
     report: Report
     standbys: Standbys | None = None
     deleted: int | None = 0
@@ -3895,10 +3906,10 @@ class Phase:
     progressed: bool = False
     in_doubt: Batch | None = None
     reconnected: bool = False
-    finished: bool = False  # the tally is of a whole pass, after which nothing more can go
+    finished: bool = False  # the tally is of a whole pass
     shape: int | None = 0  # SHAPE of the table, its pages, and how many rows they may have, when the pass began
     pages: int = 0
-    rows: float = 0.0
+    expected_rows: float = 0.0
 
     def __post_init__(self) -> None:
         self.bound = self.table.bound(self.now)
@@ -3910,13 +3921,13 @@ class Phase:
 
     @property
     def end(self) -> float:
-        return min(self.share, self.window)
+        return min(self.share_end, self.window_end)
 
     def stop_reason(self) -> str | None:
         """Why it must end now; the budget leaves it the first batch, the window does not."""
         if self.session.interrupts.requested:
             return "signal"
-        return "budget" if clock() >= (self.end if self.progressed or self.waiting else self.window) else None
+        return "budget" if clock() >= (self.end if self.progressed or self.waiting else self.window_end) else None
 
     def held_back(self) -> bool:
         """Whether a standby is too far behind for another batch; if so, a moment has been waited."""
@@ -3967,10 +3978,11 @@ class Phase:
         if row is None:
             raise PolicyFailedError(f"table {self.table.name} does not exist any more", "42P01")
         self.shape, self.pages, rows_per_page = row
-        self.rows = self.pages * rows_per_page
+        self.expected_rows = self.pages * rows_per_page
         if self.walk.name != "pages":
             return AlongIndex(self.walk, self.size)
-        return AcrossPages(self.walk, self.pages, max(rows_per_page, 0.01), self.limit)
+        in_place = "claim" in self.statements
+        return AcrossPages(self.walk, self.pages, max(rows_per_page, 0.01), self.limit, in_place=in_place)
 
     def run(self) -> str:
         """Passes over the table until one finds nothing left; PolicyFailedError when the policy cannot go on."""
@@ -4009,7 +4021,7 @@ class Phase:
             return False
         self.asked = True
         plan = self.planned()
-        return plan.get("Node Type") == "Seq Scan" or plan.get("Plan Rows", 0) >= self.MOST * self.rows
+        return plan.get("Node Type") == "Seq Scan" or plan.get("Plan Rows", 0) >= self.MOST * self.expected_rows
 
     def failure(self, code: str, **names: object) -> RetentionError:
         return Finding.of(code, self.table.policy.name, table=self.table.name, **names).failure()
@@ -4067,7 +4079,8 @@ class Phase:
             self.blockers.update(self.table.references[number].name for number in batch.held_by)
             assert self.position is not None
             if seeds and not met:
-                self.seeds = dict.fromkeys(list(self.seeds)[len(seeds) :])
+                for seed in seeds:
+                    self.seeds.pop(seed, None)
             elif not met:
                 self.position.advance(batch, limit)
             self.seeds.update(dict.fromkeys(batch.freed))
@@ -4079,7 +4092,7 @@ class Phase:
                 self.limit = max(limit, min(2 * limit, self.first))
             if batch.deleted:
                 self.report.batch_deleted(self.table.policy, batch.deleted, limit, seconds)
-            if self.position.crowded or (not self.position.done and self.better_by_pages()):
+            if self.position.tied or (not self.position.done and self.better_by_pages()):
                 self.begin_pass(out_of_order=True)
             elif met and not self.position.step_aside():
                 self.limit = min(self.limit, self.FIRST)
@@ -4095,7 +4108,7 @@ class Phase:
         few. But who still holds rows after all our patience is none: from then on nobody is waited for.
         """
         others = batch.looked - batch.held - batch.claimed
-        few = 0 if self.beside and self.table.references else max(batch.claimed, self.CROWD)
+        few = 0 if self.beside and self.table.references else max(batch.claimed, self.OTHERS)
         self.met = self.met + 1 if others > few else 0
         self.beside = self.beside or self.met > 0
         self.patient = self.patient and self.met <= self.PATIENCE
@@ -4115,7 +4128,7 @@ class Phase:
             "locked": None,
             **identity(self.table.policy),
         }
-        in_place = delete and self.position.dense and "claim" in self.statements
+        in_place = delete and self.position.dense
         statement = self.statements["climb" if seeds else "claim" if in_place else "walk"]
 
         def ask(**changed: object) -> Batch:
@@ -4156,7 +4169,7 @@ class Phase:
             verdict = Verdict.ISOLATE  # a trigger in C, perhaps; where it is the statement, isolating fails as well
         elif verdict in (Verdict.FAIL, Verdict.FAIL_RUN) or self.failures >= self.RETRIES:
             raise failure from None
-        elif self.is_readable_key(error) and self.failures == 0:
+        elif self.is_of_known_key(error) and self.failures == 0:
             verdict = Verdict.RETRY
         if verdict is not Verdict.ISOLATE or self.report.log.verbose:  # isolating ends in a row that the phase counts
             self.report.batch_retried(self.table.policy, failure, verdict.value, self.limit)
@@ -4183,7 +4196,7 @@ class Phase:
         self.session.interrupts.sleep(min(0.05 * 2**self.failures, 2.0))
         return None
 
-    def is_readable_key(self, error: psycopg.Error) -> bool:
+    def is_of_known_key(self, error: psycopg.Error) -> bool:
         """The error is of a foreign key that the statement itself looks after: a child was inserted meanwhile."""
         names = {reference.name for reference in self.table.references}
         return error.sqlstate in FOREIGN_KEY and public_name(error.diag, error.diag.constraint_name) in names
