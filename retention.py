@@ -2033,6 +2033,7 @@ RESULT = """(SELECT n FROM went) AS deleted,
        (SELECT tid::text FROM last) AS last_tid,
        CASE WHEN (SELECT n FROM went) > 0 THEN pg_current_xact_id()::text END AS xid,
        (SELECT tid::text FROM gone LIMIT 1) AS witness,
+       (SELECT age::text FROM gone LIMIT 1) AS witness_age,
        ARRAY (SELECT tid::text FROM claim WHERE NOT %(delete)s::boolean) AS locked,
        (SELECT unchanged FROM judged) AS unchanged"""
 
@@ -2222,7 +2223,7 @@ WITH {judged}, {look}, seen AS MATERIALIZED (
 ), claimed AS MATERIALIZED (
     SELECT count(*) AS n, array_agg(tid) AS tids FROM claim
 ), gone AS (
-    DELETE FROM {rows} t WHERE {at_claimed} {once_more} RETURNING {address} AS tid
+    DELETE FROM {rows} t WHERE {at_claimed} {once_more} RETURNING {address} AS tid, t.{age} AS age
 ), went AS MATERIALIZED (
     SELECT count(*) AS n FROM gone
 ), last AS MATERIALIZED (
@@ -2244,10 +2245,13 @@ def range_claim(walk: Walk) -> sql.Composed:
 
     Where most rows of the pages are the policy's, to go over them again takes less than to gather their addresses and
     to report each row that is deleted. In whatever order the rows are found, none up to the last one is passed over. A
-    row that was changed meanwhile is claimed at its new place, which may lie beyond.
+    row that was changed meanwhile is claimed at its new place, which may lie beyond. Meaning to delete locks the table
+    against new triggers and foreign keys, which would find the deletion unjudged.
     """
     return sql.SQL("""
-WITH {judged}, seen AS MATERIALIZED (
+WITH {judged}, meaning_to AS (
+    DELETE FROM {rows} t WHERE false
+), seen AS MATERIALIZED (
     SELECT count(*) AS n, max(tid) AS tid FROM (
         SELECT t.ctid AS tid FROM {rows} t WHERE {ahead} AND {rule} LIMIT %(limit)s::bigint
     ) l
@@ -2268,18 +2272,27 @@ SELECT seen.n AS looked,
        CASE WHEN seen.n = %(limit)s::bigint THEN seen.tid END::text AS last_tid,
        CASE WHEN claimed.n > 0 THEN pg_current_xact_id() END::text AS xid,
        claimed.tid::text AS witness,
+       (SELECT t.{age}::text FROM {rows} t WHERE t.ctid = claimed.tid) AS witness_age,
        '{{}}'::text[] AS locked,
        unchanged
 FROM seen, claimed, judged
 """).format(**walk.parts)
 
 
-def range_deletion(walk: Walk) -> sql.Composed:
-    """Delete the rows up to the last that this transaction has locked: a locked row tells by whom (xmax)."""
+def range_deletion(walk: Walk, *, shared: bool) -> sql.Composed:
+    """Delete the rows up to the last that this transaction has locked: a locked row tells by whom (xmax).
+
+    Of a row that is `shared` it tells a number for all of them, which might be the same: where others hold rows there,
+    ours are locked once more, and theirs skipped.
+    """
+    ours = sql.SQL("""t.ctid > %(tid)s::tid AND t.ctid <= %(last)s::tid
+    AND t.xmax OPERATOR(pg_catalog.=) pg_current_xact_id()::xid AND {rule}""").format(**walk.parts)
+    if not shared:
+        return sql.SQL("DELETE FROM {rows} t WHERE {ours}").format(**walk.parts, ours=ours)
     return sql.SQL("""
-DELETE FROM {rows} t WHERE t.ctid > %(tid)s::tid AND t.ctid <= %(last)s::tid
-    AND t.xmax OPERATOR(pg_catalog.=) pg_current_xact_id()::xid AND {rule}
-""").format(**walk.parts)
+WITH claim AS MATERIALIZED (SELECT t.ctid AS tid FROM {rows} t WHERE {ours} FOR UPDATE SKIP LOCKED)
+DELETE FROM {rows} t WHERE t.ctid = ANY (ARRAY (SELECT tid FROM claim))
+""").format(**walk.parts, ours=ours)
 
 
 def passed(walk: Walk) -> sql.Composed:
@@ -3662,6 +3675,7 @@ class Batch:
     last_tid: str | None
     xid: str | None
     witness: str | None  # address of a deleted row: whether it is still there tells if a doubtful COMMIT went through
+    witness_age: str | None
     locked: list[str]  # addresses of the rows that were claimed, if none was to be deleted
     unchanged: bool
 
@@ -3808,6 +3822,8 @@ SHAPE = """(SELECT CASE s.relkind WHEN 'p' THEN (
         SELECT hashtextextended(string_agg(p.relid::oid::text, ',' ORDER BY p.relid::oid), 0)
         FROM pg_partition_tree(s.oid) p)
     ELSE pg_relation_filenode(s.oid)::bigint END FROM pg_class s WHERE s.oid = %(oid)s::oid)"""
+# Another number when a VACUUM has ended.
+VACUUMS = "pg_stat_get_vacuum_count(%(oid)s::oid) + pg_stat_get_autovacuum_count(%(oid)s::oid)"
 
 
 # Standbys that follow by replaying; not those that only copy the database, nor those that decode its changes.
@@ -3907,7 +3923,8 @@ class Phase:
     in_doubt: Batch | None = None
     reconnected: bool = False
     finished: bool = False  # the tally is of a whole pass
-    shape: int | None = 0  # SHAPE of the table, its pages, and how many rows they may have, when the pass began
+    shape: int | None = 0  # SHAPE of the table, VACUUMS, its pages, and how many rows they may have, as the pass began
+    vacuums: int = 0
     pages: int = 0
     expected_rows: float = 0.0
 
@@ -3961,7 +3978,11 @@ class Phase:
         if self.table.references:
             self.statements["climb"] = closed_batch(self.table, self.walk, climbed(self.table, self.walk))
         elif self.walk.name == "pages" and self.table.locks_readable and not self.table.triggered:
-            self.statements |= {"claim": range_claim(self.walk), "delete": range_deletion(self.walk)}
+            self.statements |= {
+                "claim": range_claim(self.walk),
+                "delete": range_deletion(self.walk, shared=False),
+                "delete beside others": range_deletion(self.walk, shared=True),
+            }
         self.tally = Tally()
         self.seeds: dict[str, None] = {}
         self.position: AlongIndex | AcrossPages | None = None
@@ -3969,15 +3990,15 @@ class Phase:
     def first_position(self) -> AlongIndex | AcrossPages:
         """The first position of a pass; remembers the table's shape and how many pages it has."""
         query = sql.SQL(
-            "SELECT {}, pg_relation_size(c.oid::regclass) / current_setting('block_size')::bigint,"
+            "SELECT {}, {}, pg_relation_size(c.oid::regclass) / current_setting('block_size')::bigint,"
             " CASE WHEN c.reltuples > 0 AND c.relpages > 0 THEN c.reltuples::float8 / c.relpages ELSE 50 END"
             " FROM pg_class c WHERE c.oid = %(oid)s::oid"
-        ).format(sql.SQL(SHAPE))
+        ).format(sql.SQL(SHAPE), sql.SQL(VACUUMS))
         with self.session.transaction(snapshot=True) as transaction:
             row = transaction.execute(query, {"oid": self.table.oid}).fetchone()
         if row is None:
             raise PolicyFailedError(f"table {self.table.name} does not exist any more", "42P01")
-        self.shape, self.pages, rows_per_page = row
+        self.shape, self.vacuums, self.pages, rows_per_page = row
         self.expected_rows = self.pages * rows_per_page
         if self.walk.name != "pages":
             return AlongIndex(self.walk, self.size)
@@ -4029,15 +4050,15 @@ class Phase:
     def moved(self) -> bool:
         """Whether rows of the policy may stand where this pass has not been.
 
-        So it is when the table was written anew or has other partitions, or when rows were changed and so appended to
-        its pages; their places in an index are not changed by that.
+        So it is when the table was written anew or has other partitions, or when rows were changed and so put
+        elsewhere: behind its pages, or where a VACUUM has made room. Their places in an index do not change by that.
         """
         appended = sql.SQL("false").format()
         if self.walk.name == "pages":
             appended = sql.SQL("EXISTS (SELECT FROM {} t WHERE t.ctid >= %(end)s::tid AND {})").format(
                 rows(self.table), predicate(self.table)
             )
-        query = sql.SQL("SELECT {}, {}").format(sql.SQL(SHAPE), appended)
+        query = sql.SQL("SELECT {}, {}, {}").format(sql.SQL(SHAPE), sql.SQL(VACUUMS), appended)
         parameters = {**parameters_of(self.table, self.bound), "oid": self.table.oid, "end": f"({self.pages},0)"}
         try:
             with self.session.transaction(WALKING, snapshot=True) as transaction:
@@ -4046,7 +4067,8 @@ class Phase:
             if judge(error) in (Verdict.RECONNECT, Verdict.RETRY, Verdict.SMALLER):
                 return True  # the next pass meets it, and knows what to do
             raise
-        return bool(row[0] != self.shape or row[1])
+        shape, vacuums, appended_some = row
+        return bool(shape != self.shape or appended_some or (self.walk.name == "pages" and vacuums != self.vacuums))
 
     def one_pass(self) -> str | None:
         """Walk over the table once, climbing to what was freed behind; a stop reason if it could not finish."""
@@ -4069,7 +4091,7 @@ class Phase:
                     continue
                 batch, refused = recovered
             self.failures, self.progressed = 0, True
-            met = self.meets_another(batch)
+            met = not seeds and self.meets_another(batch)
             if met:  # what stays of the batch is looked at again
                 batch = dataclasses.replace(batch, looked=batch.deleted, claimed=batch.deleted, held=0)
             self.tally.add(batch, climbing=bool(seeds), refused=refused)
@@ -4078,7 +4100,7 @@ class Phase:
             self.suspects = 0 if batch.deleted else self.suspects
             self.blockers.update(self.table.references[number].name for number in batch.held_by)
             assert self.position is not None
-            if seeds and not met:
+            if seeds:
                 for seed in seeds:
                     self.seeds.pop(seed, None)
             elif not met:
@@ -4145,7 +4167,9 @@ class Phase:
                 raise self.failure("table_changed")
             if in_place and batch.claimed:
                 last = batch.last_tid or parameters["edge"]
-                deletion = transaction.execute(self.statements["delete"], {**parameters, "last": last})
+                alone = batch.claimed == batch.looked
+                statement = self.statements["delete" if alone else "delete beside others"]
+                deletion = transaction.execute(statement, {**parameters, "last": last})
                 batch = dataclasses.replace(batch, deleted=deletion.rowcount)
             self.in_doubt = batch if batch.xid else None
         self.in_doubt = None
@@ -4261,13 +4285,19 @@ class Phase:
         """Whether a batch was committed: its transaction is over, and the row that it deleted is not there.
 
         The status of the transaction alone would not do: after a crash its number may be another's. UnavailableError
-        while its server process has not come to an end.
+        while its server process has not come to an end; PolicyFailedError where a row is there, but the table has been
+        changed or written anew, so that it may be another row.
         """
         status = "SELECT pg_xact_status(%(xid)s::xid8)"
-        gone = sql.SQL("SELECT NOT EXISTS (SELECT FROM {} t WHERE {} AND {})").format(
-            rows(self.table), at(self.table, "ARRAY[%(witness)s]"), predicate(self.table)
+        gone = sql.SQL("SELECT NOT EXISTS (SELECT FROM {} t WHERE {} AND t.{} = %(age)s::{}), {}, {}").format(
+            rows(self.table),
+            at(self.table, "ARRAY[%(witness)s]"),
+            Name(self.table.age),
+            sql.SQL(self.table.age_type),
+            unchanged(self.table),
+            sql.SQL(SHAPE),
         )
-        parameters = {**parameters_of(self.table, self.bound), "witness": batch.witness}
+        found = {"oid": self.table.oid, "witness": batch.witness, "age": batch.witness_age}
         try:
             with self.session.transaction(snapshot=True) as transaction:
                 row = transaction.row(status, {"xid": batch.xid})
@@ -4278,7 +4308,10 @@ class Phase:
         if row != ("committed",):
             return False
         with self.session.transaction(snapshot=True) as transaction:
-            return transaction.row(gone, parameters) == (True,)
+            is_gone, same, shape = transaction.row(gone, {**identity(self.table.policy), **found})
+        if not is_gone and (not same or shape != self.shape):
+            raise self.failure("table_changed")
+        return bool(is_gone)
 
     def find_rest(self, timeout: dt.timedelta) -> Found:
         """What is left of the policy's rows, if time allows: psycopg.Error when it does not.

@@ -217,12 +217,12 @@ class Link(threading.Thread):
             self.logged_in = True
             self.reach("login")
         seen, self.tail = self.tail + data, data[-15:]
-        if self.STATEMENT in seen and b"EXPLAIN" not in seen:
+        if self.DELETION in seen:
+            self.reach("deletion")
+        elif self.STATEMENT in seen and b"EXPLAIN" not in seen:
             self.deleting = True
             self.proxy.batches += 1
             self.reach("batch")
-        elif self.DELETION in seen:
-            self.reach("deletion")
         elif self.COMMIT in seen and self.deleting:
             self.deleting = False
             self.reach("commit")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
+import psycopg
 import pytest
-from lab import POLICIES, Database, Program, configuration
+from lab import POLICIES, SYSTEMS, Database, Program, Server, configuration
 from servers import Proxy
 
 TOKENS = {"tokens": POLICIES["tokens_expired"]}
@@ -121,3 +122,110 @@ def test_few_rows_among_many_are_not_gone_over_three_times(filled: Database, pro
     assert 20 < later[0] < 60
     assert later == list(range(later[0], later[0] + len(later)))
     assert len(later) > 90
+
+
+CHANGES = {
+    "cascade": "ALTER TABLE audit ADD FOREIGN KEY (token) REFERENCES refresh_tokens ON DELETE CASCADE",
+    "restrict": "ALTER TABLE audit ADD FOREIGN KEY (token) REFERENCES refresh_tokens",
+    "trigger": "CREATE TRIGGER keep BEFORE DELETE ON refresh_tokens FOR EACH ROW EXECUTE FUNCTION keep()",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_key_and_no_trigger_comes_between_claim_and_deletion(
+    change: str, filled: Database, proxy: Proxy, program: Program
+) -> None:
+    """Whoever would make one waits for the batch: what was judged is what the deletion sets off."""
+    filled.execute("""
+        CREATE TABLE audit AS SELECT id, id AS token FROM refresh_tokens;
+        CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'
+    """)
+    refused = []
+
+    def interfere() -> None:
+        try:
+            filled.execute(f"SET lock_timeout = '200ms'; {CHANGES[change]}")
+        except psycopg.errors.LockNotAvailable:
+            refused.append(change)
+
+    proxy.at("deletion", 2, interfere)
+    assert run(filled, program, proxy.conninfo(filled)) == {"deleted": 50, "backlog": 0}
+    assert (refused, filled.count("audit")) == ([change], 50)
+
+
+@pytest.mark.parametrize("skipped", [False, True], ids=["behind the walk", "where it has come back from"])
+def test_rows_that_a_vacuum_lets_move_are_found(
+    skipped: bool, filled: Database, proxy: Proxy, program: Program
+) -> None:
+    """Updated and still old, they go to places that are free since a VACUUM in mid-run, where the walk has been."""
+    filled.execute("DELETE FROM refresh_tokens")
+    filled.execute(
+        "INSERT INTO refresh_tokens (id, expires_at) SELECT i, now() - interval '1 day' FROM generate_series(1, 20000) i"
+    )
+    filled.execute("VACUUM ANALYZE refresh_tokens")
+    other = filled.connect(autocommit=False)
+    if skipped:
+        other.execute("SELECT 1 FROM refresh_tokens WHERE id < 2000 FOR UPDATE")
+
+    def touch() -> None:
+        other.rollback()
+        filled.execute("VACUUM refresh_tokens")
+        moving = "id < 1500" if skipped else "id > 19000"
+        filled.execute(f"UPDATE refresh_tokens SET user_agent = 'seen' WHERE {moving}")
+
+    proxy.at("batch", 16 if skipped else 12, touch)
+    config = configuration(proxy.conninfo(filled), TOKENS, batch_size=1000)
+    tokens = program.inside(config, "--once", "--json").policies["tokens"]
+    assert proxy.happened == ["batch"]
+    assert (tokens["stop_reason"], tokens["backlog"], filled.count("refresh_tokens")) == ("drained", 0, 0)
+
+
+def test_a_table_written_anew_under_a_doubtful_commit_leaves_no_wrong_count(
+    filled: Database, proxy: Proxy, program: Program
+) -> None:
+    """The place of a deleted row has another of the same age then: how many have gone is not known, and not said."""
+
+    def rewrite() -> None:
+        filled.execute("VACUUM FULL refresh_tokens")
+        proxy.cut()
+
+    proxy.at("commit answered", 1, rewrite)
+    config = configuration(proxy.conninfo(filled), TOKENS, batch_size=10)
+    result = program.inside(config, "--once", "--json")
+    tokens = result.policies["tokens"]
+    assert (result.returncode, tokens["deleted"], filled.count("refresh_tokens")) == (1, None, 40)
+
+
+def test_a_number_for_several_sessions_is_not_taken_for_ours(program: Program) -> None:
+    """A row that sessions share has a number for all of them as its locker, which may be that of our transaction."""
+    server = Server()
+    try:
+        database = Database(server, "postgres")
+        database.execute(SYSTEMS.read_text())
+        database.execute("""
+            DROP INDEX ix_refresh_tokens_expires_at;
+            INSERT INTO refresh_tokens (expires_at) SELECT now() - interval '1 day' FROM generate_series(1, 50);
+            CREATE TABLE numbers AS SELECT generate_series(0, 1023) AS id
+        """)
+        sharing = [database.connect(autocommit=False) for _ in range(10)]
+        for bit, session in enumerate(sharing):  # each set of sessions takes a number, more than there are transactions
+            session.execute(f"SELECT 1 FROM numbers WHERE id >> {bit} & 1 = 1 FOR KEY SHARE")
+        for session in sharing:
+            session.rollback()
+        for bit, session in enumerate(sharing[:5]):
+            session.execute(f"SELECT 1 FROM refresh_tokens WHERE id < 32 AND id >> {bit} & 1 = 1 FOR KEY SHARE")
+        number = sorted(int(row[0]) for row in database.execute("SELECT xmax::text FROM refresh_tokens WHERE id < 32"))[
+            -8
+        ]
+        next_one = "SELECT pg_snapshot_xmax(pg_current_snapshot())::text"
+        assert int(database.value(next_one)) < number
+        while int(database.value(next_one)) < number:
+            database.execute("SELECT pg_current_xact_id()")
+        tokens = program.inside(
+            configuration(database.conninfo, TOKENS, database={"lock_timeout": "500ms"}), "--once", "--json"
+        ).policies["tokens"]
+        assert (tokens["deleted"], tokens["backlog"], tokens["stop_reason"]) == (19, 31, "locked")
+        assert database.count("refresh_tokens", f"xmax::text = '{number}'") == 1
+        database.close()
+    finally:
+        server.remove()

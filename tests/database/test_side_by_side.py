@@ -286,3 +286,24 @@ def test_who_holds_many_rows_all_night_is_waited_for_once(
     assert (result.returncode, tokens["deleted"], tokens["backlog"]) == (0, 2000, 8000)
     assert tokens["stop_reason"] == "locked"
     assert proxy.batches < 70
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_a_row_that_is_held_in_the_middle_of_a_chain(
+    released: bool, systems: Database, program: Program, proxy: Proxy
+) -> None:
+    """Climbing from the newest the run comes to it: what it names is left with it, or goes once it is free again."""
+    systems.execute(
+        f"SET session_replication_role = replica; INSERT INTO {TABLE} (id, parent_session_id, status, updated_at)"
+        " SELECT md5(i::text)::uuid, CASE WHEN i > 1 THEN md5((i - 1)::text)::uuid END, 'Rotated',"
+        " now() - interval '200 days' + i * interval '1 hour' FROM generate_series(300, 1, -1) i;"
+        f" SET session_replication_role = origin; ANALYZE {TABLE}"
+    )
+    other = systems.connect(autocommit=False)
+    other.execute(f"SELECT 1 FROM {TABLE} WHERE id = md5('150')::uuid FOR UPDATE")
+    if released:
+        proxy.at("commit answered", 3, other.rollback)
+    result = program.inside(configuration(proxy.conninfo(systems), REFRESH, batch_size=200), "--once", "--json")
+    refresh = result.policies["refresh"]
+    found = (refresh["deleted"], refresh["backlog"], refresh["blocked"], refresh["stop_reason"])
+    assert found == ((300, 0, 0, "drained") if released else (150, 150, 0, "locked"))
