@@ -160,7 +160,8 @@ def test_rows_that_a_vacuum_lets_move_are_found(
     """Updated and still old, they go to places that are free since a VACUUM in mid-run, where the walk has been."""
     filled.execute("DELETE FROM refresh_tokens")
     filled.execute(
-        "INSERT INTO refresh_tokens (id, expires_at) SELECT i, now() - interval '1 day' FROM generate_series(1, 20000) i"
+        "INSERT INTO refresh_tokens (id, expires_at)"
+        " SELECT i, now() - interval '1 day' FROM generate_series(1, 20000) i"
     )
     filled.execute("VACUUM ANALYZE refresh_tokens")
     other = filled.connect(autocommit=False)
