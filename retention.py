@@ -1320,7 +1320,7 @@ deletes_cancelled error
     claimed {count}, deleted 0: the database reports no error and keeps the rows
     -> look for a BEFORE DELETE trigger on {table}
 table_changed error
-    {table}, its triggers, foreign keys or columns were changed while the run was on it
+    {table} was written anew, or its triggers, foreign keys or columns were changed while the run was on it
     -> none is needed: the next run judges the table anew
 lag_unreadable error 42501
     the role {role} may not see how far a standby is behind, for which run.max_replication_lag asks
