@@ -243,8 +243,8 @@ def test_a_server_demoted_in_mid_run_fails_the_policy(
     database, proxy = fill(primary), new_proxy(primary)
 
     def demote() -> None:
+        primary.stop("fast")  # first, lest the run is connected again and at its next batch by then
         proxy.cut()
-        primary.stop("fast")
         (primary.data / "standby.signal").touch()
         primary.start()
 
