@@ -2055,9 +2055,8 @@ def walk_of(table: Table, name: str) -> Walk:
         "at_seen": at(table, "(SELECT tids FROM seen)"),
         "at_claimed": at(table, "(SELECT tids FROM claimed, judged WHERE %(delete)s::boolean AND unchanged)"),
         "at_chosen": at(table, "ARRAY (SELECT tid FROM chosen, judged WHERE %(delete)s::boolean AND unchanged)"),
-        "once_more": sql.SQL("AND {}").format(predicate(table))
-        if table.key
-        else sql.SQL(""),  # a key may be another row's by now
+        # a key may be another row's by now
+        "once_more": sql.SQL("AND {}").format(predicate(table)) if table.key else sql.SQL(""),
         "at_free": at(table, "ARRAY (SELECT tid FROM free)"),
         "at_seeds": at(table, "%(seeds)s"),
         "selected": selected(table),
@@ -2245,11 +2244,11 @@ def range_claim(walk: Walk) -> sql.Composed:
 
     Where most rows of the pages are the policy's, to go over them again takes less than to gather their addresses and
     to report each row that is deleted. In whatever order the rows are found, none up to the last one is passed over. A
-    row that was changed meanwhile is claimed at its new place, which may lie beyond. Meaning to delete locks the table
-    against new triggers and foreign keys, which would find the deletion unjudged.
+    row that was changed meanwhile is claimed at its new place, which may lie beyond. The intent to delete locks the
+    table against new triggers and foreign keys, which nobody would have judged before `range_deletion`.
     """
     return sql.SQL("""
-WITH {judged}, meaning_to AS (
+WITH {judged}, intent AS (
     DELETE FROM {rows} t WHERE false
 ), seen AS MATERIALIZED (
     SELECT count(*) AS n, max(tid) AS tid FROM (
