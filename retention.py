@@ -3893,7 +3893,7 @@ class Phase:
     # here. To go on elsewhere, or else to wait (at first for a moment, at most for these seconds or four batches),
     # costs less than to go through the same rows beside it. In case it is none, so many times in a row, and then never.
     OTHERS, STEP_BACK, PATIENCE = 50, 0.25, 8
-    MANY = 5000  # rows deleted along an index, after which the planner is asked whether it would follow it any further
+    MANY = 5000  # rows deleted along an index, after which the planner is asked whether it would follow it
     MOST = 0.5  # of the table: to go through all of it takes no longer then, in whatever order its pages are
 
     session: Session
@@ -3932,9 +3932,7 @@ class Phase:
         self.size = self.table.policy.batch_size or self.options.batch_size
         # for the sets of a batch: much more would be cleared in vain at each, which took half of the time
         self.settings = {**WALKING, "work_mem": f"{min(65_536, max(1024, self.size // 5))}kB"}
-        self.may_leave_index = self.table.indexed and not (self.table.references or self.table.key)
-        first = self.MANY if self.may_leave_index else self.size
-        self.first = self.limit = min(self.size, self.FIRST if self.options.pause is None else first)
+        self.first = self.limit = min(self.size, self.FIRST) if self.options.pause is None else self.size
         self.begin_pass(out_of_order=not self.table.indexed)
 
     @property
@@ -3966,14 +3964,10 @@ class Phase:
         self.session.interrupts.sleep(seconds)
 
     def adapted(self, limit: int, seconds: float) -> int:
-        """How large the next batch may be, one of `limit` rows having taken so many seconds.
-
-        Twice that at most, unless with a fixed pause it was the first, which may be small only to see where to go on.
-        """
+        """How large the next batch may be, one of `limit` rows having taken so many seconds; twice that at most."""
         self.quickest = seconds if limit == 1 else min(self.quickest, seconds)  # no smaller batch would be quicker
         allowed = max(self.UNNOTICED if self.options.pause is None else self.LONGEST, 2 * self.quickest)
-        most = self.size if self.options.pause is not None and limit == self.first else 2 * limit
-        return max(1, min(self.size, most, int(limit * allowed / max(seconds, 0.001))))
+        return max(1, min(self.size, 2 * limit, int(limit * allowed / max(seconds, 0.001))))
 
     def begin_pass(self, *, out_of_order: bool) -> None:
         """Start a pass, its counts from nothing; `out_of_order` where the order of age is not to be followed."""
@@ -4043,7 +4037,7 @@ class Phase:
         yesterday may be wrong about it; then the table is read once in vain.
         """
         many = self.met or (self.deleted is not None and self.deleted >= self.MANY)
-        if self.asked or self.out_of_order or not (many and self.may_leave_index):
+        if self.asked or not many or self.out_of_order or self.table.references or self.table.key:
             return False
         self.asked = True
         plan = self.planned()
