@@ -215,9 +215,9 @@ def test_a_number_for_several_sessions_is_not_taken_for_ours(program: Program) -
             session.rollback()
         for bit, session in enumerate(sharing[:5]):
             session.execute(f"SELECT 1 FROM refresh_tokens WHERE id < 32 AND id >> {bit} & 1 = 1 FOR KEY SHARE")
-        number = sorted(int(row[0]) for row in database.execute("SELECT xmax::text FROM refresh_tokens WHERE id < 32"))[
-            -8
-        ]
+        number = database.value(
+            "SELECT xmax::text::bigint FROM refresh_tokens WHERE id < 32 ORDER BY 1 DESC OFFSET 7 LIMIT 1"
+        )
         next_one = "SELECT pg_snapshot_xmax(pg_current_snapshot())::text"
         assert int(database.value(next_one)) < number
         while int(database.value(next_one)) < number:

@@ -27,6 +27,17 @@ def expired(database: Database, rows: int, *, indexed: bool = True) -> None:
     )
 
 
+def one_chain(database: Database, rows: int, apart: str, *, newest_first: bool = False) -> None:
+    """A finished chain, its sessions numbered from the root on and so much time apart; in the heap in either order."""
+    numbers = f"generate_series({rows}, 1, -1)" if newest_first else f"generate_series(1, {rows})"
+    database.execute(
+        f"SET session_replication_role = replica; INSERT INTO {TABLE} (id, parent_session_id, status, updated_at)"
+        " SELECT md5(i::text)::uuid, CASE WHEN i > 1 THEN md5((i - 1)::text)::uuid END, 'Rotated',"
+        f" now() - interval '200 days' + i * interval '{apart}' FROM {numbers} i;"
+        " SET session_replication_role = origin"
+    )
+
+
 def two_at_once(database: Database, program: Program, policies: dict[str, Any], table: str) -> list[Result]:
     """Two processes with one configuration, let go together at a lock that both wait for; both end well."""
     config = configuration(database.conninfo, policies, database={"lock_timeout": "1m"}, batch_size=100, pause="5ms")
@@ -91,11 +102,7 @@ def test_the_ancestors_of_a_held_session_wait_with_it(indexed: bool, systems: Da
     """A finished chain whose end is held: its other rows cannot go before it; the next run takes them all."""
     if indexed:
         systems.execute(f"CREATE INDEX ON {TABLE} (updated_at)")
-    systems.execute(
-        f"INSERT INTO {TABLE} (id, parent_session_id, status, updated_at)"
-        " SELECT md5(i::text)::uuid, CASE WHEN i > 1 THEN md5((i - 1)::text)::uuid END, 'Rotated',"
-        " now() - interval '200 days' + i * interval '1 day' FROM generate_series(1, 20) i"
-    )
+    one_chain(systems, 20, "1 day")
     other = systems.connect(autocommit=False)
     other.execute(f"SELECT 1 FROM {TABLE} WHERE id = md5('15')::uuid FOR UPDATE")
     result = program.inside(configuration(systems.conninfo, REFRESH, batch_size=4), "--once", "--json")
@@ -293,12 +300,8 @@ def test_a_row_that_is_held_in_the_middle_of_a_chain(
     released: bool, systems: Database, program: Program, proxy: Proxy
 ) -> None:
     """Climbing from the newest the run comes to it: what it names is left with it, or goes once it is free again."""
-    systems.execute(
-        f"SET session_replication_role = replica; INSERT INTO {TABLE} (id, parent_session_id, status, updated_at)"
-        " SELECT md5(i::text)::uuid, CASE WHEN i > 1 THEN md5((i - 1)::text)::uuid END, 'Rotated',"
-        " now() - interval '200 days' + i * interval '1 hour' FROM generate_series(300, 1, -1) i;"
-        f" SET session_replication_role = origin; ANALYZE {TABLE}"
-    )
+    one_chain(systems, 300, "1 hour", newest_first=True)
+    systems.execute(f"ANALYZE {TABLE}")
     other = systems.connect(autocommit=False)
     other.execute(f"SELECT 1 FROM {TABLE} WHERE id = md5('150')::uuid FOR UPDATE")
     if released:
