@@ -2278,15 +2278,15 @@ FROM seen, claimed, judged
 """).format(**walk.parts)
 
 
-def range_deletion(walk: Walk, *, shared: bool) -> sql.Composed:
+def range_deletion(walk: Walk, *, beside_others: bool) -> sql.Composed:
     """Delete the rows up to the last that this transaction has locked: a locked row tells by whom (xmax).
 
-    Of a row that is `shared` it tells a number for all of them, which might be the same: where others hold rows there,
-    ours are locked once more, and theirs skipped.
+    A row that several sessions share tells one number for all of them, which might be ours. So `beside_others`, where
+    other sessions hold rows there, ours are locked once more, and theirs skipped.
     """
     ours = sql.SQL("""t.ctid > %(tid)s::tid AND t.ctid <= %(last)s::tid
     AND t.xmax OPERATOR(pg_catalog.=) pg_current_xact_id()::xid AND {rule}""").format(**walk.parts)
-    if not shared:
+    if not beside_others:
         return sql.SQL("DELETE FROM {rows} t WHERE {ours}").format(**walk.parts, ours=ours)
     return sql.SQL("""
 WITH claim AS MATERIALIZED (SELECT t.ctid AS tid FROM {rows} t WHERE {ours} FOR UPDATE SKIP LOCKED)
@@ -3747,7 +3747,7 @@ class AlongIndex(Position):
         self.age, self.tid, self.done = batch.last_age, batch.last_tid, batch.last_tid is None
 
 
-def place(tid: str) -> tuple[int, int]:
+def page_and_row(tid: str) -> tuple[int, int]:
     """The page of a row, and which of its rows it is."""
     page, row = tid[1:-1].split(",")
     return int(page), int(row)
@@ -3777,14 +3777,14 @@ class AcrossPages(Position):
 
     def next_edge(self) -> int:
         """The page at which the next range ends. Claiming in place stops at a full batch: so with pages to spare."""
-        page, row = place(self.tid)
+        page, row = page_and_row(self.tid)
         width = min(self.WIDEST, self.width * 2) if self.dense else self.width
         if self.walk.descending:  # the rest of a row's page belongs to the range
             return max(self.end, page + (row > 0) - width)
         return min(self.end, page + width)
 
     def step_aside(self) -> bool:
-        page = place(self.tid)[0]
+        page, _ = page_and_row(self.tid)
         if self.walk.descending or self.end - page < 4 * self.width:  # chains go from the newest on, and not otherwise
             return False
         middle = (page + self.end) // 2
@@ -3799,7 +3799,7 @@ class AcrossPages(Position):
     def advance(self, batch: Batch, limit: int) -> None:
         full = batch.last_tid is not None
         last_tid = batch.last_tid or f"({self.edge},0)"
-        (page, row), (start, first) = place(last_tid), place(self.tid)
+        (page, row), (start, first) = page_and_row(last_tid), page_and_row(self.tid)
         pages = abs(page - start) + full
         rows_there = abs((page - start) * self.rows_per_page + row - first)
         self.dense = self.in_place and batch.looked >= self.DENSE * rows_there
@@ -3979,8 +3979,8 @@ class Phase:
         elif self.walk.name == "pages" and self.table.locks_readable and not self.table.triggered:
             self.statements |= {
                 "claim": range_claim(self.walk),
-                "delete": range_deletion(self.walk, shared=False),
-                "delete beside others": range_deletion(self.walk, shared=True),
+                "delete": range_deletion(self.walk, beside_others=False),
+                "delete beside others": range_deletion(self.walk, beside_others=True),
             }
         self.tally = Tally()
         self.seeds: dict[str, None] = {}
