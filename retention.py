@@ -624,7 +624,7 @@ def show_configuration(config: Configuration) -> str:
 
 # ── The session ───────────────────────────────────────────────────────────────────────────────────────────────────────
 # The one thin layer that talks to the driver. Depends on nothing that outlives a transaction, so it works behind a
-# pooler that hands each transaction to another server process.
+# pooler that hands each transaction to another server process; what is prepared where there is none only saves time.
 
 
 class Name(sql.Identifier):
@@ -822,14 +822,18 @@ class Transaction:
     interrupts: Interrupts
     seconds: float
 
-    def execute(self, query: Query, parameters: Mapping[str, Any] | None = None) -> psycopg.Cursor[Any]:
+    def execute(
+        self, query: Query, parameters: Mapping[str, Any] | None = None, *, prepare: bool = False
+    ) -> psycopg.Cursor[Any]:
         self.interrupts.expect_answer(self.seconds)
-        return self.connection.execute(query, parameters)
+        return self.connection.execute(query, parameters, prepare=prepare)
 
-    def row(self, query: Query, parameters: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
+    def row(
+        self, query: Query, parameters: Mapping[str, Any] | None = None, *, prepare: bool = False
+    ) -> tuple[Any, ...]:
         """The one row of a statement that always has one."""
         row: tuple[Any, ...]
-        (row,) = self.execute(query, parameters).fetchall()
+        (row,) = self.execute(query, parameters, prepare=prepare).fetchall()
         return row
 
 
@@ -845,6 +849,7 @@ class Session:
         self.interrupts = interrupts
         self.connection: psycopg.Connection[Any] | None = None
         self.process = 0  # of the server, for this connection or the last
+        self.direct: bool | None = None  # if known: this connection leads to that process and to no other
         self.prologues: dict[Any, bytes] = {}
 
     def connect(self, *, urgent: bool = False) -> None:
@@ -859,7 +864,7 @@ class Session:
                 self.connection = psycopg.connect(
                     self.options.conninfo,
                     autocommit=True,
-                    prepare_threshold=None,  # a prepared statement is lost behind a transaction pooler
+                    prepare_threshold=None,  # nothing is prepared unless the connection `is_direct`
                     application_name=PROGRAM,
                     client_encoding="utf8",
                     connect_timeout=min(self.options.connect_timeout // UNITS["s"], LARGEST // 1000),
@@ -872,6 +877,7 @@ class Session:
             message = f"{one_line(' '.join(lines))} ({', '.join([*where, 'as database.conninfo says'])})"
             raise UnavailableError(self.scrub(message), getattr(error, "sqlstate", None)) from None
         self.process = self.connection.info.backend_pid
+        self.direct = None
         self.prologues = {}  # another server may be of another version
 
     def connect_in_place_of(self, process: int, *, urgent: bool = False) -> None:
@@ -957,6 +963,8 @@ class Session:
             raise
         except BaseException as error:
             self.roll_back(transaction)
+            if isinstance(error, psycopg.errors.InvalidSqlStatementName | psycopg.errors.DuplicatePreparedStatement):
+                self.direct = False  # whatever it looks like
             if isinstance(error, psycopg.errors.QueryCanceled) and self.interrupts.requested:
                 raise StoppedError from None
             raise
@@ -993,6 +1001,17 @@ class Session:
             self.interrupts.expect_answer(0)
             timer.cancel()
             timer.join(Interrupts.PATIENCE)  # a cancel request that is under way must not hit the next statement
+
+    def is_direct(self, transaction: Transaction) -> bool:
+        """Whether a statement may be prepared: it is there in the next transaction, and no other client meets it.
+
+        So it is where the transaction is executed by the process that the connection was made to: a pooler that has
+        several for it tells a number of its own, by which it knows whom to cancel.
+        """
+        if self.direct is None:
+            self.direct = transaction.row("SELECT pg_backend_pid()") == (self.process,)
+            transaction.connection.prepare_threshold = LARGEST if self.direct else None
+        return self.direct
 
     def roll_back(self, transaction: Transaction) -> None:
         """End a transaction that failed; where the server does not answer, close the connection."""
@@ -1035,7 +1054,7 @@ class Session:
         assert self.connection is not None
         if self.connection.info.server_version >= 170000:
             ours["transaction_timeout"] = "0"
-        lines = [sql.SQL("SET LOCAL {} = {};").format(sql.Identifier(key), sql.Literal(ours[key])) for key in ours]
+        lines = [sql.SQL(f"SET LOCAL {key} = '{value}';") for key, value in ours.items()]
         names = ("pg_catalog", *((schema, "public") if schema else ()), "pg_temp")
         path = sql.SQL("SET LOCAL search_path = {};").format(sql.SQL(", ").join(map(sql.Identifier, names)))
         begin = sql.SQL("BEGIN ISOLATION LEVEL {};").format(mode)
@@ -1063,6 +1082,8 @@ class Verdict(enum.Enum):
 VERDICTS = {
     "40001": Verdict.RETRY,  # serialization failure
     "40P01": Verdict.RETRY,  # deadlock
+    "26000": Verdict.RETRY,  # a prepared statement was lost, or is another's: without one
+    "42P05": Verdict.RETRY,
     "55P03": Verdict.SMALLER,  # lock time-out
     "57014": Verdict.SMALLER,  # statement time-out
     "53": Verdict.SMALLER,  # out of memory, of disk, of connections
@@ -2239,59 +2260,64 @@ SELECT (SELECT n FROM seen) AS looked,
 """).format(**walk.parts)
 
 
-def range_claim(walk: Walk) -> sql.Composed:
-    """Look at a range of pages, and claim in place what of it is the policy's; `range_deletion` deletes it.
+# Whether our transaction's number may stand for several sessions that share a row, too, now or in a moment: these have
+# their numbers from a counter of their own.
+SHARED = """(SELECT mxid_age(pg_current_xact_id()::xid) BETWEEN -500 AND mxid_age(c.relminmxid)
+    FROM pg_class c WHERE c.oid = %(oid)s::oid)"""
 
-    Where most rows of the pages are the policy's, to go over them again takes less than to gather their addresses and
-    to report each row that is deleted. In whatever order the rows are found, none up to the last one is passed over. A
-    row that was changed meanwhile is claimed at its new place, which may lie beyond. The intent to delete locks the
-    table against new triggers and foreign keys, which nobody would have judged before `range_deletion`.
+
+def batch_in_place(walk: Walk) -> sql.Composed:
+    """Claim what of a range of pages is the policy's, and delete what is locked by us then: a row tells by whom (xmax).
+
+    Where most rows of the pages are the policy's, to go over them three times takes less than to gather their addresses
+    and to report each row that is deleted. A row that was changed meanwhile is claimed at its new place, and stays; at
+    its old one it is of the rest, as are the rows that others hold. So without a rest, all that was claimed went.
     """
     return sql.SQL("""
-WITH {judged}, intent AS (
-    DELETE FROM {rows} t WHERE false
-), seen AS MATERIALIZED (
-    SELECT count(*) AS n, max(tid) AS tid FROM (
-        SELECT t.ctid AS tid FROM {rows} t WHERE {ahead} AND {rule} LIMIT %(limit)s::bigint
-    ) l
-), claimed AS MATERIALIZED (
-    SELECT count(*) AS n, max(tid) FILTER (WHERE tid <= (SELECT tid FROM seen)) AS tid FROM (
-        SELECT t.ctid AS tid FROM {rows} t
-        WHERE t.ctid > %(tid)s::tid AND t.ctid <= (SELECT seen.tid FROM seen, judged WHERE unchanged) AND {rule}
-        FOR UPDATE SKIP LOCKED
+WITH {judged}, claimed AS MATERIALIZED (
+    SELECT count(*) AS n FROM (
+        SELECT FROM {rows} t WHERE {ahead} AND t.ctid < (SELECT %(edge)s::tid FROM judged WHERE unchanged) AND {rule}
+        LIMIT %(limit)s::bigint FOR UPDATE SKIP LOCKED
     ) c
+), last AS MATERIALIZED (
+    SELECT n, CASE WHEN n > 0 AND NOT {shared} THEN pg_current_xact_id()::xid END AS ours,
+           CASE WHEN n = %(limit)s::bigint THEN (
+               SELECT max(t.ctid) FROM {rows} t
+               WHERE {ahead} AND t.xmax OPERATOR(pg_catalog.=) pg_current_xact_id()::xid
+           ) END AS tid
+    FROM claimed
+), gone AS (
+    DELETE FROM {rows} t WHERE {to_last} AND {ours}
+), rest AS MATERIALIZED (
+    SELECT count(*) AS n FROM {rows} t WHERE {to_last} AND ({ours}) IS NOT TRUE AND {rule}
+), went AS MATERIALIZED (
+    SELECT CASE WHEN rest.n = 0 AND tid IS NULL THEN last.n ELSE (
+        SELECT count(*) FROM {rows} t WHERE {to_last} AND {ours}
+    ) END AS n
+    FROM last, rest
+), witness AS MATERIALIZED (
+    SELECT t.ctid AS tid, t.{age} AS age FROM {rows} t WHERE {to_last} AND {ours} LIMIT 1
 )
-SELECT seen.n AS looked,
+SELECT went.n + rest.n AS looked,
        0::bigint AS held,
-       claimed.n AS claimed,
+       last.n AS claimed,
        '{{}}'::text[] AS freed,
        '{{}}'::bigint[] AS held_by,
-       0::bigint AS deleted,
+       went.n AS deleted,
        NULL::text AS last_age,
-       CASE WHEN seen.n = %(limit)s::bigint THEN seen.tid END::text AS last_tid,
-       CASE WHEN claimed.n > 0 THEN pg_current_xact_id() END::text AS xid,
-       claimed.tid::text AS witness,
-       (SELECT t.{age}::text FROM {rows} t WHERE t.ctid = claimed.tid) AS witness_age,
+       last.tid::text AS last_tid,
+       CASE WHEN went.n > 0 THEN pg_current_xact_id() END::text AS xid,
+       (SELECT tid::text FROM witness) AS witness,
+       (SELECT age::text FROM witness) AS witness_age,
        '{{}}'::text[] AS locked,
        unchanged
-FROM seen, claimed, judged
-""").format(**walk.parts)
-
-
-def range_deletion(walk: Walk, *, beside_others: bool) -> sql.Composed:
-    """Delete the rows up to the last that this transaction has locked: a locked row tells by whom (xmax).
-
-    A row that several sessions share tells one number for all of them, which might be ours. So `beside_others`, where
-    other sessions hold rows there, ours are locked once more, and theirs skipped.
-    """
-    ours = sql.SQL("""t.ctid > %(tid)s::tid AND t.ctid <= %(last)s::tid
-    AND t.xmax OPERATOR(pg_catalog.=) pg_current_xact_id()::xid AND {rule}""").format(**walk.parts)
-    if not beside_others:
-        return sql.SQL("DELETE FROM {rows} t WHERE {ours}").format(**walk.parts, ours=ours)
-    return sql.SQL("""
-WITH claim AS MATERIALIZED (SELECT t.ctid AS tid FROM {rows} t WHERE {ours} FOR UPDATE SKIP LOCKED)
-DELETE FROM {rows} t WHERE t.ctid = ANY (ARRAY (SELECT tid FROM claim))
-""").format(**walk.parts, ours=ours)
+FROM judged, last, rest, went
+""").format(
+        **walk.parts,
+        shared=sql.SQL(SHARED),
+        to_last=sql.SQL("{ahead} AND t.ctid <= (SELECT COALESCE(tid, %(edge)s::tid) FROM last)").format(**walk.parts),
+        ours=sql.SQL("t.xmax OPERATOR(pg_catalog.=) (SELECT ours FROM last)"),
+    )
 
 
 def passed(walk: Walk) -> sql.Composed:
@@ -3760,28 +3786,22 @@ class AcrossPages(Position):
     """
 
     FILL = 0.9  # of a batch: a range that overfills one is sorted again for the next
+    FILL_IN_PLACE = 0.99  # or its last row is looked for
     WIDEST = 1024  # pages, 8 MiB: where little matches, a transaction stays short all the same
     DENSE = 0.25  # of the rows in a range: from here on they are claimed in place, where they can be
 
-    def __init__(self, walk: Walk, pages: int, rows_per_page: float, limit: int, *, in_place: bool) -> None:
+    def __init__(self, walk: Walk, pages: int, rows_per_page: float, *, in_place: bool) -> None:
         self.walk = walk
         self.rows_per_page = rows_per_page
         self.in_place = in_place  # whether rows can be claimed so
         self.dense = in_place  # the last range was; of the first it is taken for granted, as it costs little
-        self.width = min(self.WIDEST, max(1, int(self.FILL * limit / rows_per_page)))  # pages
+        self.found = rows_per_page  # rows of the policy in a page of the last range
+        self.width, self.widest = 1, self.WIDEST  # pages, of the range, and of the next one at most
         self.tid = f"({pages},0)" if walk.descending else "(0,0)"
         self.end = 0 if walk.descending else pages
+        self.edge = self.end
         self.later: list[tuple[str, int]] = []  # what was skipped: from here to that page
-        self.edge = self.next_edge()
         self.done = pages == 0
-
-    def next_edge(self) -> int:
-        """The page at which the next range ends. Claiming in place stops at a full batch: so with pages to spare."""
-        page, row = page_and_row(self.tid)
-        width = min(self.WIDEST, self.width * 2) if self.dense else self.width
-        if self.walk.descending:  # the rest of a row's page belongs to the range
-            return max(self.end, page + (row > 0) - width)
-        return min(self.end, page + width)
 
     def step_aside(self) -> bool:
         page, _ = page_and_row(self.tid)
@@ -3790,30 +3810,33 @@ class AcrossPages(Position):
         middle = (page + self.end) // 2
         self.later.append((self.tid, middle))
         self.tid = f"({middle},0)"
-        self.edge = self.next_edge()
         return True
 
-    def parameters(self, limit: int) -> dict[str, Any]:  # noqa: ARG002, as that of AlongIndex
+    def parameters(self, limit: int) -> dict[str, Any]:
+        """Those of the next range; `limit` is how many rows of the policy it is to have, as near as can be told."""
+        page, row = page_and_row(self.tid)
+        fill = self.FILL_IN_PLACE if self.dense else self.FILL
+        self.width = max(1, min(self.widest, int(fill * limit / max(self.found, 0.001))))
+        if self.walk.descending:  # the rest of a row's page belongs to the range
+            self.edge = max(self.end, page + (row > 0) - self.width)
+        else:
+            self.edge = min(self.end, page + self.width + (self.dense and row > 0))
         return {"tid": self.tid, "edge": f"({self.edge},0)"}
 
-    def advance(self, batch: Batch, limit: int) -> None:
+    def advance(self, batch: Batch, limit: int) -> None:  # noqa: ARG002, as that of AlongIndex
         full = batch.last_tid is not None
         last_tid = batch.last_tid or f"({self.edge},0)"
         (page, row), (start, first) = page_and_row(last_tid), page_and_row(self.tid)
         pages = abs(page - start) + full
         rows_there = abs((page - start) * self.rows_per_page + row - first)
         self.dense = self.in_place and batch.looked >= self.DENSE * rows_there
+        self.found = batch.looked / max(1, pages)
+        self.widest = min(self.WIDEST, 2 * max(1, pages))
         self.tid = last_tid
-        if full:
-            self.width = max(1, int(self.FILL * pages))
-        else:
-            fitting = int(pages * self.FILL * limit / max(1, batch.looked))
-            self.width = max(1, min(self.WIDEST, 2 * pages, fitting))
-            if self.edge == self.end:
-                self.done = not self.later
-                if self.later:
-                    self.tid, self.end = self.later.pop()
-        self.edge = self.next_edge()
+        if not full and self.edge == self.end:
+            self.done = not self.later
+            if self.later:
+                self.tid, self.end = self.later.pop()
 
 
 # Another number when the table's file is another, after VACUUM FULL for example, or its partitions are others.
@@ -3893,7 +3916,7 @@ class Phase:
     # here. To go on elsewhere, or else to wait (at first for a moment, at most for these seconds or four batches),
     # costs less than to go through the same rows beside it. In case it is none, so many times in a row, and then never.
     OTHERS, STEP_BACK, PATIENCE = 50, 0.25, 8
-    MANY = 5000  # rows deleted along an index, after which the planner is asked whether it would follow it
+    MANY = 5000  # rows: where most of a table may be so many, the planner is asked whether it would follow the index
     MOST = 0.5  # of the table: to go through all of it takes no longer then, in whatever order its pages are
 
     session: Session
@@ -3978,9 +4001,7 @@ class Phase:
             self.statements["climb"] = closed_batch(self.table, self.walk, climbed(self.table, self.walk))
         elif self.walk.name == "pages" and self.table.locks_readable and not self.table.triggered:
             self.statements |= {
-                "claim": range_claim(self.walk),
-                "delete": range_deletion(self.walk, beside_others=False),
-                "delete beside others": range_deletion(self.walk, beside_others=True),
+                "in place": batch_in_place(self.walk),
             }
         self.tally = Tally()
         self.seeds: dict[str, None] = {}
@@ -3999,10 +4020,12 @@ class Phase:
             raise PolicyFailedError(f"table {self.table.name} does not exist any more", "42P01")
         self.shape, self.vacuums, self.pages, rows_per_page = row
         self.expected_rows = self.pages * rows_per_page
+        if self.better_by_pages():
+            self.begin_pass(out_of_order=True)
         if self.walk.name != "pages":
             return AlongIndex(self.walk, self.size)
-        in_place = "claim" in self.statements
-        return AcrossPages(self.walk, self.pages, max(rows_per_page, 0.01), self.limit, in_place=in_place)
+        in_place = "in place" in self.statements
+        return AcrossPages(self.walk, self.pages, rows_per_page, in_place=in_place)
 
     def run(self) -> str:
         """Passes over the table until one finds nothing left; PolicyFailedError when the policy cannot go on."""
@@ -4030,13 +4053,12 @@ class Phase:
             self.begin_pass(out_of_order=self.out_of_order)
 
     def better_by_pages(self) -> bool:
-        """Whether the rest is reached sooner page by page: asked once, when the index has led to many rows, or to
-        another instance.
+        """Whether all is reached sooner page by page than along the index: asked once.
 
-        So it is where most of the table goes, or much of it and the heap is not in the order of age. Statistics of
+        So it is where most of a large table goes, or much of it and the heap is not in the order of age. Statistics of
         yesterday may be wrong about it; then the table is read once in vain.
         """
-        many = self.met or (self.deleted is not None and self.deleted >= self.MANY)
+        many = self.expected_rows * self.MOST >= self.MANY
         if self.asked or not many or self.out_of_order or self.table.references or self.table.key:
             return False
         self.asked = True
@@ -4113,7 +4135,7 @@ class Phase:
                 self.limit = max(limit, min(2 * limit, self.first))
             if batch.deleted:
                 self.report.batch_deleted(self.table.policy, batch.deleted, limit, seconds)
-            if self.position.tied or (not self.position.done and self.better_by_pages()):
+            if self.position.tied:
                 self.begin_pass(out_of_order=True)
             elif met and not self.position.step_aside():
                 self.limit = min(self.limit, self.FIRST)
@@ -4147,29 +4169,28 @@ class Phase:
             "limit": limit,
             "delete": delete,
             "locked": None,
+            "oid": self.table.oid,
             **identity(self.table.policy),
         }
-        in_place = delete and self.position.dense
-        statement = self.statements["climb" if seeds else "claim" if in_place else "walk"]
+        kind = "climb" if seeds else "in place" if delete and self.position.dense else "walk"
+        # whose plan is the same for all ranges of pages
+        settings = {**self.settings, "plan_cache_mode": "force_generic_plan"} if kind == "in place" else self.settings
 
-        def ask(**changed: object) -> Batch:
-            return Batch(*transaction.row(statement, {**parameters, **changed}))
+        def ask(kind: str, **changed: object) -> Batch:
+            prepare = kind == "in place" and self.session.is_direct(transaction)
+            return Batch(*transaction.row(self.statements[kind], {**parameters, **changed}, prepare=prepare))
 
         self.in_doubt = None
-        with self.session.transaction(self.settings, schema=self.table.name.schema) as transaction:
+        with self.session.transaction(settings, schema=self.table.name.schema) as transaction:
             if self.table.own_action and delete:
                 # A child that was committed after the statement began would not be seen, and go along with its parent.
                 # So lock first, which keeps new children out, and look again in a statement that sees what came before.
-                parameters["locked"] = ask(delete=False).locked
-            batch = ask()
+                parameters["locked"] = ask(kind, delete=False).locked
+            batch = ask(kind)
+            if kind == "in place" and batch.claimed and not batch.deleted:  # it cannot be told what is ours
+                batch = ask("walk")
             if not batch.unchanged:
                 raise self.failure("table_changed")
-            if in_place and batch.claimed:
-                last = batch.last_tid or parameters["edge"]
-                alone = batch.claimed == batch.looked
-                statement = self.statements["delete" if alone else "delete beside others"]
-                deletion = transaction.execute(statement, {**parameters, "last": last})
-                batch = dataclasses.replace(batch, deleted=deletion.rowcount)
             self.in_doubt = batch if batch.xid else None
         self.in_doubt = None
         return batch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import re
 import select
 import shutil
 import socket
@@ -84,13 +85,13 @@ class Proxy:
         login            the first connection is made, and nothing has been asked yet; its batch is 0
         batch            the statement that deletes has arrived here, and not at the server
         batch answered   the server has executed it, and the program has not been told
-        deletion, deletion answered    the same where it has only claimed, for the statement that deletes
         commit, commit answered    the same for its COMMIT
         pause            the program has been told of its COMMIT
 
     The action runs before the bytes in question go on, but for `pause`. It may `freeze` the network, and with it all
     connections, new ones too, until it is thawed; or `lose` those that there are, so that neither side ever hears of
-    the other again, while new ones work; or `cut` them, which both sides notice; or go `down`.
+    the other again, while new ones work; or `cut` them, which both sides notice; or go `down`; or `ask` the server, in
+    the sessions of the program. `prepared` has the numbers of the batches whose statement the server knew already.
     """
 
     def __init__(self, server: Server, *, tcp: bool = False) -> None:
@@ -112,6 +113,7 @@ class Proxy:
         self.lost: list[Link] = []
         self.frozen = False
         self.batches = 0
+        self.prepared: list[int] = []
         self.actions: dict[tuple[str, int], Callable[[], object]] = {}
         self.happened: list[str] = []
         threading.Thread(target=self.accept, daemon=True).start()
@@ -163,6 +165,11 @@ class Proxy:
                 link.cut()
             self.links, self.lost = [], []
 
+    def ask(self, query: str) -> None:
+        """Have a statement executed in each of the program's sessions, which must be between two of its own."""
+        for link in self.links:
+            link.ask(query)
+
     def down(self) -> None:
         """Cut everything and refuse what comes: the machine is there, and no server on it."""
         with contextlib.suppress(OSError):
@@ -178,7 +185,8 @@ class Proxy:
 class Link(threading.Thread):
     """One connection through the proxy."""
 
-    BEGIN, STATEMENT, DELETION, COMMIT = b"BEGIN ISOLATION", b"SKIP LOCKED", b"AND t.xmax", b"COMMIT\0"
+    BEGIN, STATEMENT, COMMIT = b"BEGIN ISOLATION", b"SKIP LOCKED", b"COMMIT\0"
+    PREPARED = re.compile(rb"\0?(_pg3_[0-9]+)\0")  # as the driver calls them: in Parse, which has a text, and in Bind
 
     def __init__(self, proxy: Proxy, client: socket.socket) -> None:
         super().__init__(daemon=True)
@@ -188,6 +196,7 @@ class Link(threading.Thread):
         self.passing.set()
         self.over = False
         self.tail = b""  # of what the client sent, lest a pattern lie across two reads
+        self.names: set[bytes] = set()  # of statements that were prepared
         self.asked: str | None = None  # what the server has to answer
         self.deleting = self.logged_in = False
 
@@ -217,16 +226,27 @@ class Link(threading.Thread):
             self.logged_in = True
             self.reach("login")
         seen, self.tail = self.tail + data, data[-15:]
-        if self.DELETION in seen:
-            self.reach("deletion")
-        elif self.STATEMENT in seen and b"EXPLAIN" not in seen:
+        prepared = self.PREPARED.search(data)
+        if prepared and self.STATEMENT in seen:
+            self.names.add(prepared[1])
+        elif (prepared and prepared[1] in self.names) or (self.STATEMENT in seen and b"EXPLAIN" not in seen):
             self.deleting = True
             self.proxy.batches += 1
+            if prepared:
+                self.proxy.prepared.append(self.proxy.batches)
             self.reach("batch")
         elif self.COMMIT in seen and self.deleting:
             self.deleting = False
             self.reach("commit")
         self.server.sendall(data)
+
+    def ask(self, query: str) -> None:
+        text = query.encode() + b"\0"
+        self.server.sendall(b"Q" + (len(text) + 4).to_bytes(4, "big") + text)
+        answer = b""
+        while not answer.endswith(b"Z\0\0\0\5I"):  # ready, and idle
+            answer += self.server.recv(65536)
+            assert b"SERROR" not in answer, answer
 
     def reach(self, stage: str) -> None:
         self.asked, self.tail = stage, b""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import threading
 
 import psycopg
 import pytest
-from lab import POLICIES, SYSTEMS, Database, Program, Server, configuration
+from lab import POLICIES, SYSTEMS, Database, Program, Server, configuration, log
 from servers import Proxy
 
 TOKENS = {"tokens": POLICIES["tokens_expired"]}
@@ -32,10 +33,10 @@ def run(database: Database, program: Program, conninfo: str = "") -> dict[str, i
     return {"deleted": tokens["deleted"], "backlog": tokens["backlog"]}
 
 
-def test_what_becomes_old_between_claim_and_deletion_is_not_deleted_unclaimed(
+def test_what_is_born_or_made_old_in_the_range_of_a_batch_goes_with_it_or_stays_claimed_by_none(
     filled: Database, proxy: Proxy, program: Program
 ) -> None:
-    """Two rows are born old into the very range of a batch, and one there is made old: no batch has claimed these."""
+    """Two rows are born old into the very range of a batch that has ended, and one there is made old: a pass is over."""
     filled.execute("UPDATE refresh_tokens SET expires_at = now() + interval '1 day' WHERE id = 5")
     filled.execute("VACUUM refresh_tokens")
     batches = []
@@ -45,12 +46,38 @@ def test_what_becomes_old_between_claim_and_deletion_is_not_deleted_unclaimed(
         filled.execute("UPDATE refresh_tokens SET expires_at = now() - interval '9 days' WHERE id = 5")
         batches.extend(filled.execute("SELECT id, ctid::text FROM refresh_tokens WHERE id IN (5, 1001)"))
 
-    proxy.at("deletion", 1, interfere)
+    proxy.at("batch answered", 1, interfere)
     assert run(filled, program, proxy.conninfo(filled))["deleted"] == 49
-    assert proxy.happened == ["deletion"]
+    assert proxy.happened == ["batch answered"]
     assert all(int(re.findall(r"\d+", place)[1]) < 10 for _, place in batches), "they lie where the first batch was"
     assert filled.execute("SELECT id FROM refresh_tokens ORDER BY id") == [(5,), (1001,)]
     assert run(filled, program) == {"deleted": 2, "backlog": 0}
+
+
+def test_a_row_that_moves_under_a_batch_is_counted_once(filled: Database, proxy: Proxy, program: Program) -> None:
+    """Changed between the look at its page and its lock, and still old: the batch passes it over, and another has it."""
+    filled.execute("ALTER TABLE refresh_tokens SET (autovacuum_enabled = false)")
+    for milliseconds in range(2, 42, 2):
+        filled.execute("TRUNCATE refresh_tokens")
+        filled.execute(
+            "INSERT INTO refresh_tokens (id, expires_at)"
+            " SELECT i, now() - interval '1 day' FROM generate_series(1, 50000) i"
+        )
+        with filled.connect() as other:
+            touch = "UPDATE refresh_tokens SET user_agent = 'seen' WHERE id > 49990"
+            timer = threading.Timer(milliseconds / 1000, other.execute, [touch])
+            proxy.batches = 0
+            proxy.at("batch", 1, timer.start)
+            config = configuration(proxy.conninfo(filled), TOKENS, batch_size=50000)
+            result = program.inside(config, "--once", "--json")
+            timer.join()
+        tokens = result.policies["tokens"]
+        assert (tokens["deleted"], tokens["backlog"], filled.count("refresh_tokens")) == (50000, 0, 0)
+        batches = [int(line.fields["deletedCount"]) for line in log(result.stderr) if line.event == "batch_deleted"]
+        assert sum(batches) == 50000
+        if batches[0] == 49990:
+            return
+    pytest.fail("no row was changed while a batch was under way")
 
 
 def test_traces_of_locks_that_have_ended_keep_nothing(filled: Database, program: Program) -> None:
@@ -76,11 +103,11 @@ def test_a_row_that_two_sessions_share_is_left(filled: Database, program: Progra
     assert run(filled, program) == {"deleted": 47, "backlog": 3}
 
 
-@pytest.mark.parametrize("stage", ["deletion", "deletion answered", "commit", "commit answered"])
+@pytest.mark.parametrize("stage", ["batch", "batch answered", "commit", "commit answered"])
 def test_a_connection_lost_in_between_costs_nothing(
     stage: str, filled: Database, proxy: Proxy, program: Program
 ) -> None:
-    """After the claim, after the deletion, at COMMIT: each row is deleted, and counted, once."""
+    """Before the batch, after it, at COMMIT: each row is deleted, and counted, once."""
     proxy.at(stage, 2, proxy.cut)
     assert run(filled, program, proxy.conninfo(filled)) == {"deleted": 50, "backlog": 0}
     assert proxy.happened == [stage]
@@ -99,9 +126,8 @@ def test_where_locks_do_not_tell_rows_go_by_their_addresses(
     else:
         filled.execute("REVOKE SELECT (xmax) ON refresh_tokens FROM retention")
         assert program.inside(configuration(filled.conninfo, TOKENS), "--check").returncode == 0
-    proxy.at("deletion", 1, lambda: None)
     assert run(filled, program, proxy.conninfo(filled)) == {"deleted": 50, "backlog": 0}
-    assert proxy.happened == []
+    assert (proxy.batches >= 5, proxy.prepared) == (True, [])
 
 
 def test_few_rows_among_many_are_not_gone_over_three_times(filled: Database, proxy: Proxy, program: Program) -> None:
@@ -113,11 +139,8 @@ def test_few_rows_among_many_are_not_gone_over_three_times(filled: Database, pro
     )
     filled.execute("VACUUM FULL refresh_tokens")
     filled.execute("ANALYZE refresh_tokens")
-    in_place: list[int] = []
-    for number in range(1, 150):
-        proxy.at("deletion", number, lambda number=number: in_place.append(number))  # type: ignore[misc]
     assert run(filled, program, proxy.conninfo(filled)) == {"deleted": 1200, "backlog": 0}
-    first, *later = in_place
+    first, *later = proxy.prepared
     assert first == 1, "which is taken for granted"
     assert 20 < later[0] < 60
     assert later == list(range(later[0], later[0] + len(later)))
@@ -132,25 +155,50 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_no_key_and_no_trigger_comes_between_claim_and_deletion(
+def test_a_key_or_a_trigger_of_another_is_met_by_a_prepared_statement(
     change: str, filled: Database, proxy: Proxy, program: Program
 ) -> None:
-    """Whoever would make one waits for the batch: what was judged is what the deletion sets off."""
+    """Whoever makes one waits for the batch under way; the next finds that the table is not what was judged."""
     filled.execute("""
         CREATE TABLE audit AS SELECT id, id AS token FROM refresh_tokens;
         CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'
     """)
     refused = []
 
-    def interfere() -> None:
+    def try_it() -> None:
         try:
             filled.execute(f"SET lock_timeout = '200ms'; {CHANGES[change]}")
         except psycopg.errors.LockNotAvailable:
             refused.append(change)
 
-    proxy.at("deletion", 2, interfere)
-    assert run(filled, program, proxy.conninfo(filled)) == {"deleted": 50, "backlog": 0}
-    assert (refused, filled.count("audit")) == ([change], 50)
+    def do_it() -> None:
+        filled.execute(f"DELETE FROM audit WHERE id <= 33; {CHANGES[change]}")
+
+    proxy.at("batch answered", 2, try_it)
+    proxy.at("pause", 3, do_it)
+    result = program.inside(configuration(proxy.conninfo(filled), TOKENS, batch_size=10), "--once", "--json")
+    tokens = result.policies["tokens"]
+    assert (result.returncode, tokens["deleted"], filled.count("refresh_tokens")) == (1, 30, 20)
+    assert "were changed while the run was on it" in tokens["error"]["message"]
+    assert (refused, proxy.prepared) == ([change], [1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("loss", ["DEALLOCATE ALL", "DEALLOCATE ALL; PREPARE _pg3_0 AS SELECT 1"])
+def test_a_prepared_statement_that_is_lost_or_anothers_is_done_without(
+    loss: str, filled: Database, proxy: Proxy, program: Program
+) -> None:
+    """As behind a pooler that does not show that it is one."""
+    if "PREPARE _pg3" in loss:
+        proxy.at("login", 0, lambda: proxy.ask(loss))
+    else:
+        proxy.at("pause", 2, lambda: proxy.ask(loss))
+    config = configuration(proxy.conninfo(filled), TOKENS, batch_size=10)
+    result = program.inside(config, "--once", "--json")
+    tokens = result.policies["tokens"]
+    assert (result.returncode, tokens["deleted"], tokens["backlog"]) == (0, 50, 0)
+    retried = [line.fields["sqlstate"] for line in log(result.stderr) if line.event == "batch_retried"]
+    assert retried == ["26000" if proxy.happened == ["pause"] else "42P05"]
+    assert len(proxy.prepared) == (3 if proxy.happened == ["pause"] else 0)
 
 
 @pytest.mark.parametrize("skipped", [False, True], ids=["behind the walk", "where it has come back from"])

@@ -260,5 +260,5 @@ def test_the_first_run_in_batches_of_50_000(systems: Database, program: Program)
     result = program(configuration(systems.conninfo, SES_009, batch_size=50_000), "--once")
     assert result.returncode == 0, result.output
     batches = [int(n) for n in re.findall(r"\] batch deleted .*\bdeletedCount=(\d+)", result.stdout)]
-    assert batches == [50_000, 50_000, 20_000]
+    assert (len(batches), sum(batches), max(batches)) == (3, 120_000, 50_000)
     assert systems.execute("SELECT id FROM refresh_tokens") == [(200_000,)]
