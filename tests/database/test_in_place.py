@@ -33,10 +33,10 @@ def run(database: Database, program: Program, conninfo: str = "") -> dict[str, i
     return {"deleted": tokens["deleted"], "backlog": tokens["backlog"]}
 
 
-def test_what_is_born_or_made_old_in_the_range_of_a_batch_goes_with_it_or_stays_claimed_by_none(
+def test_what_is_born_or_made_old_behind_the_walk_is_claimed_by_the_next_run(
     filled: Database, proxy: Proxy, program: Program
 ) -> None:
-    """Two rows are born old into the very range of a batch that has ended, and one there is made old: a pass is over."""
+    """Two rows are born old where a batch has just been, and one there is made old: the pass has gone on."""
     filled.execute("UPDATE refresh_tokens SET expires_at = now() + interval '1 day' WHERE id = 5")
     filled.execute("VACUUM refresh_tokens")
     batches = []
@@ -55,7 +55,7 @@ def test_what_is_born_or_made_old_in_the_range_of_a_batch_goes_with_it_or_stays_
 
 
 def test_a_row_that_moves_under_a_batch_is_counted_once(filled: Database, proxy: Proxy, program: Program) -> None:
-    """Changed between the look at its page and its lock, and still old: the batch passes it over, and another has it."""
+    """Changed between the look at its page and its lock, and still old: it goes with the next batch."""
     filled.execute("ALTER TABLE refresh_tokens SET (autovacuum_enabled = false)")
     for milliseconds in range(2, 42, 2):
         filled.execute("TRUNCATE refresh_tokens")
