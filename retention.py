@@ -624,7 +624,7 @@ def show_configuration(config: Configuration) -> str:
 
 # ── The session ───────────────────────────────────────────────────────────────────────────────────────────────────────
 # The one thin layer that talks to the driver. Depends on nothing that outlives a transaction, so it works behind a
-# pooler that hands each transaction to another server process; what is prepared where there is none only saves time.
+# pooler that hands each transaction to another server process; what is prepared without a pooler only saves time.
 
 
 class Name(sql.Identifier):
@@ -778,7 +778,7 @@ WALKING = {
     **dict.fromkeys(("enable_seqscan", "enable_bitmapscan", "enable_sort", "enable_mergejoin"), "off"),
     **dict.fromkeys(("enable_indexscan", "enable_tidscan", "enable_incremental_sort", "enable_nestloop"), "on"),
     **dict.fromkeys(("enable_hashjoin", "enable_hashagg", "enable_material"), "on"),
-    "plan_cache_mode": "auto",  # custom plans for our statements, one plan for all the checks of a foreign key
+    "plan_cache_mode": "auto",  # a plan for each of our statements, one for all the checks of a foreign key
 }
 # For the survey, which reads a whole table once: references are followed by key, never by hashing a table per step.
 # The generous memory only keeps the planner from giving up hashing for the sets of row addresses.
@@ -864,7 +864,7 @@ class Session:
                 self.connection = psycopg.connect(
                     self.options.conninfo,
                     autocommit=True,
-                    prepare_threshold=None,  # nothing is prepared unless the connection `is_direct`
+                    prepare_threshold=LARGEST,  # never by count: only what `Transaction.execute` is told to
                     application_name=PROGRAM,
                     client_encoding="utf8",
                     connect_timeout=min(self.options.connect_timeout // UNITS["s"], LARGEST // 1000),
@@ -951,7 +951,7 @@ class Session:
             raise psycopg.OperationalError("not connected")
         limit = min((timeout or self.options.statement_timeout) // UNITS["ms"], LARGEST)
         transaction = Transaction(connection, self.interrupts, limit / 1000 + self.SLACK)
-        sign_of_life(3 * transaction.seconds)  # settings, two statements at most
+        sign_of_life(5 * transaction.seconds)  # settings, three statements at most, COMMIT
         self.interrupts.statement = connection
         try:
             transaction.execute(self.prologue(settings or {}, schema, snapshot, str(limit)))
@@ -964,7 +964,7 @@ class Session:
         except BaseException as error:
             self.roll_back(transaction)
             if isinstance(error, psycopg.errors.InvalidSqlStatementName | psycopg.errors.DuplicatePreparedStatement):
-                self.direct = False  # whatever it looks like
+                self.direct = False  # whatever it looked like
             if isinstance(error, psycopg.errors.QueryCanceled) and self.interrupts.requested:
                 raise StoppedError from None
             raise
@@ -1005,12 +1005,11 @@ class Session:
     def is_direct(self, transaction: Transaction) -> bool:
         """Whether a statement may be prepared: it is there in the next transaction, and no other client meets it.
 
-        So it is where the transaction is executed by the process that the connection was made to: a pooler that has
-        several for it tells a number of its own, by which it knows whom to cancel.
+        So it is where the process that executes the transaction is the one that the connection was made to. A pooler
+        announces a number of its own making, by which it knows whom to cancel.
         """
         if self.direct is None:
             self.direct = transaction.row("SELECT pg_backend_pid()") == (self.process,)
-            transaction.connection.prepare_threshold = LARGEST if self.direct else None
         return self.direct
 
     def roll_back(self, transaction: Transaction) -> None:
@@ -1054,7 +1053,7 @@ class Session:
         assert self.connection is not None
         if self.connection.info.server_version >= 170000:
             ours["transaction_timeout"] = "0"
-        lines = [sql.SQL(f"SET LOCAL {key} = '{value}';") for key, value in ours.items()]
+        lines = [sql.SQL("SET LOCAL {} = {};").format(sql.Identifier(key), sql.Literal(ours[key])) for key in ours]
         names = ("pg_catalog", *((schema, "public") if schema else ()), "pg_temp")
         path = sql.SQL("SET LOCAL search_path = {};").format(sql.SQL(", ").join(map(sql.Identifier, names)))
         begin = sql.SQL("BEGIN ISOLATION LEVEL {};").format(mode)
@@ -1082,8 +1081,8 @@ class Verdict(enum.Enum):
 VERDICTS = {
     "40001": Verdict.RETRY,  # serialization failure
     "40P01": Verdict.RETRY,  # deadlock
-    "26000": Verdict.RETRY,  # a prepared statement was lost, or is another's: without one
-    "42P05": Verdict.RETRY,
+    "26000": Verdict.RETRY,  # a prepared statement was lost: none is used from now on
+    "42P05": Verdict.RETRY,  # its name is another's: likewise
     "55P03": Verdict.SMALLER,  # lock time-out
     "57014": Verdict.SMALLER,  # statement time-out
     "53": Verdict.SMALLER,  # out of memory, of disk, of connections
@@ -2055,7 +2054,7 @@ RESULT = """(SELECT n FROM went) AS deleted,
        CASE WHEN (SELECT n FROM went) > 0 THEN pg_current_xact_id()::text END AS xid,
        (SELECT tid::text FROM gone LIMIT 1) AS witness,
        (SELECT age::text FROM gone LIMIT 1) AS witness_age,
-       ARRAY (SELECT tid::text FROM claim WHERE NOT %(delete)s::boolean) AS locked,
+       ARRAY (SELECT tid::text FROM claim WHERE NOT %(delete)s::boolean) AS claimed_tids,
        (SELECT unchanged FROM judged) AS unchanged"""
 
 
@@ -2260,18 +2259,23 @@ SELECT (SELECT n FROM seen) AS looked,
 """).format(**walk.parts)
 
 
-# Whether our transaction's number may stand for several sessions that share a row, too, now or in a moment: these have
-# their numbers from a counter of their own.
-SHARED = """(SELECT mxid_age(pg_current_xact_id()::xid) BETWEEN -500 AND mxid_age(c.relminmxid)
+# A row's xmax has the number of a transaction or, from a counter of its own, that of several that share the row. Ours
+# is ambiguous if the table may hold such a number that equals it (from relminmxid on), or soon may: 500 ahead, more
+# than are taken while a statement is executed.
+AMBIGUOUS = """(SELECT mxid_age(pg_current_xact_id()::xid) BETWEEN -500 AND mxid_age(c.relminmxid)
     FROM pg_class c WHERE c.oid = %(oid)s::oid)"""
 
 
 def batch_in_place(walk: Walk) -> sql.Composed:
-    """Claim what of a range of pages is the policy's, and delete what is locked by us then: a row tells by whom (xmax).
+    """Claim what of a range of pages is the policy's, and delete the rows of it that are locked by us then (xmax).
 
-    Where most rows of the pages are the policy's, to go over them three times takes less than to gather their addresses
-    and to report each row that is deleted. A row that was changed meanwhile is claimed at its new place, and stays; at
-    its old one it is of the rest, as are the rows that others hold. So without a rest, all that was claimed went.
+    Where many rows of the pages are the policy's, to read them thrice takes less than to gather their addresses and to
+    report each row that is deleted. All readings have one snapshot, to which a deleted row is there until the end, so
+    their order does not matter.
+
+    FOR UPDATE follows a row that was just changed to a version which that snapshot does not show: it is claimed, and
+    not deleted; the old version is of the rest, as are the rows that others hold. So where there is no rest, all that
+    was claimed went; but for a full batch, which may end before such a row, and is counted.
     """
     return sql.SQL("""
 WITH {judged}, claimed AS MATERIALIZED (
@@ -2279,44 +2283,44 @@ WITH {judged}, claimed AS MATERIALIZED (
         SELECT FROM {rows} t WHERE {ahead} AND t.ctid < (SELECT %(edge)s::tid FROM judged WHERE unchanged) AND {rule}
         LIMIT %(limit)s::bigint FOR UPDATE SKIP LOCKED
     ) c
-), last AS MATERIALIZED (
-    SELECT n, CASE WHEN n > 0 AND NOT {shared} THEN pg_current_xact_id()::xid END AS ours,
+), ours AS MATERIALIZED (
+    SELECT CASE WHEN n > 0 AND NOT {ambiguous} THEN pg_current_xact_id()::xid END AS xid,
            CASE WHEN n = %(limit)s::bigint THEN (
                SELECT max(t.ctid) FROM {rows} t
                WHERE {ahead} AND t.xmax OPERATOR(pg_catalog.=) pg_current_xact_id()::xid
-           ) END AS tid
+           ) END AS last
     FROM claimed
 ), gone AS (
-    DELETE FROM {rows} t WHERE {to_last} AND {ours}
+    DELETE FROM {rows} t WHERE {to_last} AND {is_ours}
 ), rest AS MATERIALIZED (
-    SELECT count(*) AS n FROM {rows} t WHERE {to_last} AND ({ours}) IS NOT TRUE AND {rule}
+    SELECT count(*) AS n FROM {rows} t WHERE {to_last} AND ({is_ours}) IS NOT TRUE AND {rule}
 ), went AS MATERIALIZED (
-    SELECT CASE WHEN rest.n = 0 AND tid IS NULL THEN last.n ELSE (
-        SELECT count(*) FROM {rows} t WHERE {to_last} AND {ours}
+    SELECT CASE WHEN rest.n = 0 AND last IS NULL THEN claimed.n ELSE (
+        SELECT count(*) FROM {rows} t WHERE {to_last} AND {is_ours}
     ) END AS n
-    FROM last, rest
+    FROM claimed, ours, rest
 ), witness AS MATERIALIZED (
-    SELECT t.ctid AS tid, t.{age} AS age FROM {rows} t WHERE {to_last} AND {ours} LIMIT 1
+    SELECT t.ctid AS tid, t.{age} AS age FROM {rows} t WHERE {to_last} AND {is_ours} LIMIT 1
 )
 SELECT went.n + rest.n AS looked,
        0::bigint AS held,
-       last.n AS claimed,
+       claimed.n AS claimed,
        '{{}}'::text[] AS freed,
        '{{}}'::bigint[] AS held_by,
        went.n AS deleted,
        NULL::text AS last_age,
-       last.tid::text AS last_tid,
+       ours.last::text AS last_tid,
        CASE WHEN went.n > 0 THEN pg_current_xact_id() END::text AS xid,
        (SELECT tid::text FROM witness) AS witness,
        (SELECT age::text FROM witness) AS witness_age,
-       '{{}}'::text[] AS locked,
+       '{{}}'::text[] AS claimed_tids,
        unchanged
-FROM judged, last, rest, went
+FROM judged, claimed, ours, rest, went
 """).format(
         **walk.parts,
-        shared=sql.SQL(SHARED),
-        to_last=sql.SQL("{ahead} AND t.ctid <= (SELECT COALESCE(tid, %(edge)s::tid) FROM last)").format(**walk.parts),
-        ours=sql.SQL("t.xmax OPERATOR(pg_catalog.=) (SELECT ours FROM last)"),
+        ambiguous=sql.SQL(AMBIGUOUS),
+        to_last=sql.SQL("{ahead} AND t.ctid <= (SELECT COALESCE(last, %(edge)s::tid) FROM ours)").format(**walk.parts),
+        is_ours=sql.SQL("t.xmax OPERATOR(pg_catalog.=) (SELECT xid FROM ours)"),
     )
 
 
@@ -2410,8 +2414,8 @@ def closed_batch(table: Table, walk: Walk, look: sql.Composable) -> sql.Composed
     """Look at rows, keep those to which a row that stays refers, then claim and delete the rest.
 
     `held` goes from the rows named from outside the look to all that they name in turn. Rows are locked only when
-    nothing holds them and, where %(locked)s is given, only of these; `kept` undoes the choice of those whose child
-    could not be claimed. `freed` are rows behind the walk that a deleted row named: what held them may be gone.
+    nothing holds them and, where %(claimed_tids)s is given, only of these; `kept` undoes the choice of those whose
+    child could not be claimed. `freed` are rows behind the walk that a deleted row named: what held them may be gone.
     """
     return sql.SQL("""
 WITH RECURSIVE {judged}, {look}, edge AS MATERIALIZED (
@@ -2427,7 +2431,7 @@ WITH RECURSIVE {judged}, {look}, edge AS MATERIALIZED (
 ), claim AS MATERIALIZED (
     SELECT {address} AS tid FROM {rows} t
     WHERE {at_free} AND {rule}
-      AND (%(locked)s::{address_type}[] IS NULL OR {address} = ANY (%(locked)s::{address_type}[]))
+      AND (%(claimed_tids)s::{address_type}[] IS NULL OR {address} = ANY (%(claimed_tids)s::{address_type}[]))
     FOR UPDATE SKIP LOCKED
 ), kept (tid) AS (
     (SELECT tid FROM free EXCEPT SELECT tid FROM claim)
@@ -2472,7 +2476,7 @@ def explained(table: Table) -> tuple[sql.Composed, dict[str, Any]]:
     walk = walk_of(table, "index" if table.indexed else table.other_walk)
     batch = batch_of(table, walk)
     # no times, for which the planner would read the ends of the index
-    unknown = dict.fromkeys(("bound", "age", "tid", "edge", "locked"))
+    unknown = dict.fromkeys(("bound", "age", "tid", "edge", "claimed_tids"))
     numbers = {"limit": 1, "scan": 1, "done": False, "delete": False}
     return sql.SQL("EXPLAIN {}").format(batch), {
         **parameters_of(table, ""),
@@ -3701,7 +3705,7 @@ class Batch:
     xid: str | None
     witness: str | None  # address of a deleted row: whether it is still there tells if a doubtful COMMIT went through
     witness_age: str | None
-    locked: list[str]  # addresses of the rows that were claimed, if none was to be deleted
+    claimed_tids: list[str]  # addresses of the rows that were claimed, if none was to be deleted
     unchanged: bool
 
 
@@ -3734,12 +3738,16 @@ class Tally:
 class Position:
     """Where a pass is. `done` once a batch found the end."""
 
-    dense = False  # most of the rows here are the policy's
+    in_place = False  # the next rows are better claimed in place
     tied = False  # among so many rows of one age that the other walk is better
     done: bool
 
     def step_aside(self) -> bool:
         """Skip half of the pages ahead, to come back to them; False where that cannot be."""
+        return False
+
+    def come_back(self, batch: Batch) -> bool:  # noqa: ARG002, as that of AcrossPages
+        """Go over the range of a batch once more at the end of the pass; False where that cannot be, or was."""
         return False
 
 
@@ -3785,22 +3793,23 @@ class AcrossPages(Position):
     The pages are those that the table had when the pass began; `Phase.moved` looks after what was appended since.
     """
 
-    FILL = 0.9  # of a batch: a range that overfills one is sorted again for the next
-    FILL_IN_PLACE = 0.99  # or its last row is looked for
+    FILL = 0.9  # of a batch: the rows of a range that overfills one are sorted again for the next
+    FILL_IN_PLACE = 0.99  # to overfill one costs less
     WIDEST = 1024  # pages, 8 MiB: where little matches, a transaction stays short all the same
     DENSE = 0.25  # of the rows in a range: from here on they are claimed in place, where they can be
 
-    def __init__(self, walk: Walk, pages: int, rows_per_page: float, *, in_place: bool) -> None:
+    def __init__(self, walk: Walk, pages: int, rows_per_page: float, *, can_be_in_place: bool) -> None:
         self.walk = walk
         self.rows_per_page = rows_per_page
-        self.in_place = in_place  # whether rows can be claimed so
-        self.dense = in_place  # the last range was; of the first it is taken for granted, as it costs little
-        self.found = rows_per_page  # rows of the policy in a page of the last range
+        self.can_be_in_place = can_be_in_place
+        self.in_place = can_be_in_place  # of the first range it is taken for granted that it is dense
+        self.matches_per_page = rows_per_page  # of the last range: rows of the policy
         self.width, self.widest = 1, self.WIDEST  # pages, of the range, and of the next one at most
         self.tid = f"({pages},0)" if walk.descending else "(0,0)"
         self.end = 0 if walk.descending else pages
         self.edge = self.end
-        self.later: list[tuple[str, int]] = []  # what was skipped: from here to that page
+        self.later: list[tuple[str, int, bool]] = []  # what is left to do: from here to that page, perhaps once more
+        self.again = False
         self.done = pages == 0
 
     def step_aside(self) -> bool:
@@ -3808,35 +3817,43 @@ class AcrossPages(Position):
         if self.walk.descending or self.end - page < 4 * self.width:  # chains go from the newest on, and not otherwise
             return False
         middle = (page + self.end) // 2
-        self.later.append((self.tid, middle))
+        self.later.append((self.tid, middle, self.again))
         self.tid = f"({middle},0)"
         return True
 
+    def come_back(self, batch: Batch) -> bool:
+        if not self.can_be_in_place or self.again:
+            return False
+        end = page_and_row(batch.last_tid)[0] + 1 if batch.last_tid else self.edge
+        self.later.insert(0, (self.tid, end, True))
+        return True
+
     def parameters(self, limit: int) -> dict[str, Any]:
-        """Those of the next range; `limit` is how many rows of the policy it is to have, as near as can be told."""
+        """Those of the next range, which is chosen so that it has about `limit` rows of the policy, and no more."""
         page, row = page_and_row(self.tid)
-        fill = self.FILL_IN_PLACE if self.dense else self.FILL
-        self.width = max(1, min(self.widest, int(fill * limit / max(self.found, 0.001))))
+        fill = self.FILL_IN_PLACE if self.in_place else self.FILL
+        fitting = int(fill * limit / self.matches_per_page) if self.matches_per_page else self.widest
+        self.width = max(1, min(self.widest, fitting))
         if self.walk.descending:  # the rest of a row's page belongs to the range
             self.edge = max(self.end, page + (row > 0) - self.width)
-        else:
-            self.edge = min(self.end, page + self.width + (self.dense and row > 0))
+        else:  # in place that rest is an extra: small batches may end in each page
+            self.edge = min(self.end, page + self.width + (self.in_place and row > 0))
         return {"tid": self.tid, "edge": f"({self.edge},0)"}
 
     def advance(self, batch: Batch, limit: int) -> None:  # noqa: ARG002, as that of AlongIndex
         full = batch.last_tid is not None
         last_tid = batch.last_tid or f"({self.edge},0)"
         (page, row), (start, first) = page_and_row(last_tid), page_and_row(self.tid)
-        pages = abs(page - start) + full
+        pages = max(1, abs(page - start) + full)
         rows_there = abs((page - start) * self.rows_per_page + row - first)
-        self.dense = self.in_place and batch.looked >= self.DENSE * rows_there
-        self.found = batch.looked / max(1, pages)
-        self.widest = min(self.WIDEST, 2 * max(1, pages))
+        self.in_place = self.can_be_in_place and batch.looked >= self.DENSE * rows_there
+        self.matches_per_page = batch.looked / pages
+        self.widest = min(self.WIDEST, 2 * pages)
         self.tid = last_tid
         if not full and self.edge == self.end:
             self.done = not self.later
             if self.later:
-                self.tid, self.end = self.later.pop()
+                self.tid, self.end, self.again = self.later.pop()
 
 
 # Another number when the table's file is another, after VACUUM FULL for example, or its partitions are others.
@@ -3916,7 +3933,8 @@ class Phase:
     # here. To go on elsewhere, or else to wait (at first for a moment, at most for these seconds or four batches),
     # costs less than to go through the same rows beside it. In case it is none, so many times in a row, and then never.
     OTHERS, STEP_BACK, PATIENCE = 50, 0.25, 8
-    MANY = 5000  # rows: where most of a table may be so many, the planner is asked whether it would follow the index
+    MANY = 5000  # rows: for fewer the whole table is not looked at, whatever the planner says
+    GLANCE = dt.timedelta(seconds=1)  # to find so many
     MOST = 0.5  # of the table: to go through all of it takes no longer then, in whatever order its pages are
 
     session: Session
@@ -3931,7 +3949,6 @@ class Phase:
     waited: float = 0.0  # seconds, for standbys
     waiting: bool = False  # for a standby
     quickest: float = math.inf  # seconds, of the batches so far
-    asked: bool = False  # by better_by_pages
     met: int = 0  # another instance, in so many batches in a row
     beside: bool = False  # another instance was met
     patient: bool = True
@@ -3945,16 +3962,13 @@ class Phase:
     in_doubt: Batch | None = None
     reconnected: bool = False
     finished: bool = False  # the tally is of a whole pass
-    shape: int | None = 0  # SHAPE of the table, VACUUMS, its pages, and how many rows they may have, as the pass began
+    shape: int | None = 0  # SHAPE of the table, VACUUMS, and its pages, as the pass began
     vacuums: int = 0
     pages: int = 0
-    expected_rows: float = 0.0
 
     def __post_init__(self) -> None:
         self.bound = self.table.bound(self.now)
         self.size = self.table.policy.batch_size or self.options.batch_size
-        # for the sets of a batch: much more would be cleared in vain at each, which took half of the time
-        self.settings = {**WALKING, "work_mem": f"{min(65_536, max(1024, self.size // 5))}kB"}
         self.first = self.limit = min(self.size, self.FIRST) if self.options.pause is None else self.size
         self.begin_pass(out_of_order=not self.table.indexed)
 
@@ -3997,12 +4011,13 @@ class Phase:
         self.out_of_order = out_of_order
         self.walk = walk_of(self.table, self.table.other_walk if out_of_order else "index")
         self.statements: dict[str, Query] = {"walk": batch_of(self.table, self.walk)}
+        # for the sets of a batch: much more would be cleared in vain at each, which took half of the time
+        self.settings = {**WALKING, "work_mem": f"{min(65_536, max(1024, self.size // 5))}kB"}
         if self.table.references:
             self.statements["climb"] = closed_batch(self.table, self.walk, climbed(self.table, self.walk))
         elif self.walk.name == "pages" and self.table.locks_readable and not self.table.triggered:
-            self.statements |= {
-                "in place": batch_in_place(self.walk),
-            }
+            self.statements["in place"] = batch_in_place(self.walk)
+            self.settings["plan_cache_mode"] = "force_generic_plan"  # the same for all ranges of pages
         self.tally = Tally()
         self.seeds: dict[str, None] = {}
         self.position: AlongIndex | AcrossPages | None = None
@@ -4019,13 +4034,9 @@ class Phase:
         if row is None:
             raise PolicyFailedError(f"table {self.table.name} does not exist any more", "42P01")
         self.shape, self.vacuums, self.pages, rows_per_page = row
-        self.expected_rows = self.pages * rows_per_page
-        if self.better_by_pages():
-            self.begin_pass(out_of_order=True)
         if self.walk.name != "pages":
             return AlongIndex(self.walk, self.size)
-        in_place = "in place" in self.statements
-        return AcrossPages(self.walk, self.pages, rows_per_page, in_place=in_place)
+        return AcrossPages(self.walk, self.pages, rows_per_page, can_be_in_place="in place" in self.statements)
 
     def run(self) -> str:
         """Passes over the table until one finds nothing left; PolicyFailedError when the policy cannot go on."""
@@ -4052,18 +4063,30 @@ class Phase:
             self.finished = False
             self.begin_pass(out_of_order=self.out_of_order)
 
-    def better_by_pages(self) -> bool:
-        """Whether all is reached sooner page by page than along the index: asked once.
+    def choose_walk(self) -> None:
+        """Go by pages from the start where that is sooner than along the index.
 
-        So it is where most of a large table goes, or much of it and the heap is not in the order of age. Statistics of
-        yesterday may be wrong about it; then the table is read once in vain.
+        So it is where most of the table goes, or much of it and the heap is not in the order of age.
+
+        The index is asked whether there are many old rows, then the planner, whose statistics may be of yesterday: at
+        worst the table is read once in vain. Chains are better in order, and partitions have no pages in common.
         """
-        many = self.expected_rows * self.MOST >= self.MANY
-        if self.asked or not many or self.out_of_order or self.table.references or self.table.key:
-            return False
-        self.asked = True
-        plan = self.planned()
-        return plan.get("Node Type") == "Seq Scan" or plan.get("Plan Rows", 0) >= self.MOST * self.expected_rows
+        if self.walk.name != "index" or self.table.references or self.table.key:
+            return
+        count = sql.SQL("SELECT count(*) FROM (SELECT t.{} FROM {} t WHERE {} ORDER BY 1 LIMIT %(many)s) s").format(
+            Name(self.table.age), rows(self.table), old(self.table)
+        )
+        parameters = {**parameters_of(self.table, self.bound), "many": self.MANY}
+        try:
+            with self.session.transaction(WALKING, snapshot=True, timeout=self.GLANCE) as transaction:
+                if transaction.row(count, parameters) != (self.MANY,):
+                    return
+        except psycopg.Error:
+            return  # the first batch meets it, and knows what to do
+        plan, everything = self.planned(predicate(self.table, ordered=True)), self.planned(sql.SQL("true"))
+        share = plan.get("Plan Rows", 0) / everything.get("Plan Rows", math.inf)
+        if plan.get("Node Type") == "Seq Scan" or share >= self.MOST:
+            self.begin_pass(out_of_order=True)
 
     def failure(self, code: str, **names: object) -> RetentionError:
         return Finding.of(code, self.table.policy.name, table=self.table.name, **names).failure()
@@ -4111,16 +4134,17 @@ class Phase:
                 if recovered is None:
                     continue
                 batch, refused = recovered
+            assert self.position is not None
             self.failures, self.progressed = 0, True
-            met = not seeds and self.meets_another(batch)
-            if met:  # what stays of the batch is looked at again
-                batch = dataclasses.replace(batch, looked=batch.deleted, claimed=batch.deleted, held=0)
+            others = batch.looked - batch.held - batch.claimed
+            met = not seeds and self.meets_another(batch, others)
+            if met or (self.beside and others and self.position.come_back(batch)):
+                batch = dataclasses.replace(batch, looked=batch.claimed, held=0)  # what stays is looked at again
             self.tally.add(batch, climbing=bool(seeds), refused=refused)
             assert self.deleted is not None
             self.deleted += batch.deleted
             self.suspects = 0 if batch.deleted else self.suspects
             self.blockers.update(self.table.references[number].name for number in batch.held_by)
-            assert self.position is not None
             if seeds:
                 for seed in seeds:
                     self.seeds.pop(seed, None)
@@ -4144,13 +4168,12 @@ class Phase:
                 self.rest(seconds if self.options.pause is None else self.options.pause / UNITS["s"])
         return None
 
-    def meets_another(self, batch: Batch) -> bool:
+    def meets_another(self, batch: Batch, others: int) -> bool:
         """Whether another instance is at work on the rows of a batch, by how many of them other sessions hold.
 
         Once one is known to be there, any row may be one of its, and a pass over chains is not to be made twice for a
         few. But who still holds rows after all our patience is none: from then on nobody is waited for.
         """
-        others = batch.looked - batch.held - batch.claimed
         few = 0 if self.beside and self.table.references else max(batch.claimed, self.OTHERS)
         self.met = self.met + 1 if others > few else 0
         self.beside = self.beside or self.met > 0
@@ -4168,26 +4191,24 @@ class Phase:
             "seeds": seeds,
             "limit": limit,
             "delete": delete,
-            "locked": None,
+            "claimed_tids": None,
             "oid": self.table.oid,
             **identity(self.table.policy),
         }
-        kind = "climb" if seeds else "in place" if delete and self.position.dense else "walk"
-        # whose plan is the same for all ranges of pages
-        settings = {**self.settings, "plan_cache_mode": "force_generic_plan"} if kind == "in place" else self.settings
+        kind = "climb" if seeds else "in place" if delete and self.position.in_place else "walk"
 
-        def ask(kind: str, **changed: object) -> Batch:
-            prepare = kind == "in place" and self.session.is_direct(transaction)
-            return Batch(*transaction.row(self.statements[kind], {**parameters, **changed}, prepare=prepare))
+        def ask(statement: str, **changed: object) -> Batch:
+            prepare = statement == "in place" and self.session.is_direct(transaction)
+            return Batch(*transaction.row(self.statements[statement], {**parameters, **changed}, prepare=prepare))
 
         self.in_doubt = None
-        with self.session.transaction(settings, schema=self.table.name.schema) as transaction:
+        with self.session.transaction(self.settings, schema=self.table.name.schema) as transaction:
             if self.table.own_action and delete:
                 # A child that was committed after the statement began would not be seen, and go along with its parent.
                 # So lock first, which keeps new children out, and look again in a statement that sees what came before.
-                parameters["locked"] = ask(kind, delete=False).locked
+                parameters["claimed_tids"] = ask(kind, delete=False).claimed_tids
             batch = ask(kind)
-            if kind == "in place" and batch.claimed and not batch.deleted:  # it cannot be told what is ours
+            if kind == "in place" and batch.claimed and not batch.deleted:  # AMBIGUOUS, or all were just changed
                 batch = ask("walk")
             if not batch.unchanged:
                 raise self.failure("table_changed")
@@ -4257,10 +4278,10 @@ class Phase:
             return None
         if refused == "blocked":
             self.blockers.update(filter(None, [public_name(error.diag, error.diag.constraint_name)]))
-            self.hidden += batch.locked
+            self.hidden += batch.claimed_tids
         elif refused == "undeletable":
             self.refusal = self.refusal or failure
-            self.refused += batch.locked
+            self.refused += batch.claimed_tids
         return batch, refused
 
     def reconnect(self, failure: RetentionError) -> tuple[Batch, None] | None:
@@ -4346,10 +4367,10 @@ class Phase:
                 raise self.failure("table_changed")
             return Found(*transaction.row(*question))
 
-    def planned(self) -> dict[str, Any]:
-        """How the planner would find the policy's rows, for which nothing is read; empty if it does not say."""
+    def planned(self, condition: sql.Composable) -> dict[str, Any]:
+        """How the planner would find the rows t of a condition, for which nothing is read; empty if it does not say."""
         query = sql.SQL("EXPLAIN (FORMAT JSON) SELECT {} FROM {} t WHERE {}").format(
-            address(self.table), rows(self.table), predicate(self.table, ordered=True)
+            address(self.table), rows(self.table), condition
         )
         try:
             with self.session.transaction(snapshot=True) as transaction:
@@ -4817,10 +4838,11 @@ def run_phase(
         if not isinstance(table, Table):
             raise table
         phase = Phase(job.session, table, now, job.config.run, share, job.window_end, report, standbys)
+        phase.choose_walk()
         outcome.started = True
         report.phase_started(policy, now, phase.walk.name)
         if report.view.shows:
-            report.estimate = phase.planned().get("Plan Rows")
+            report.estimate = phase.planned(predicate(table, ordered=True)).get("Plan Rows")
         if job.session.connection is None:  # lost in the phase before
             connect_again(job)
         outcome.stop_reason = phase.run()

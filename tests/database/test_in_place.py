@@ -278,3 +278,30 @@ def test_a_number_for_several_sessions_is_not_taken_for_ours(program: Program) -
         database.close()
     finally:
         server.remove()
+
+
+@pytest.mark.parametrize("heap", ["in order", "shuffled", "few", "statistics of yesterday", "few of late"])
+def test_pages_are_gone_through_where_most_of_a_table_goes(heap: str, systems: Database, program: Program) -> None:
+    """Though there is an index on age, from the first batch on. Where the planner is wrong, and few are old, they are
+    found along the index all the same.
+    """
+    order = "random()" if heap == "shuffled" else "i"
+    old = {"shuffled": 19_000, "few": 6_000}.get(heap, 25_000)
+    systems.execute(
+        f"INSERT INTO refresh_tokens (expires_at) SELECT now() + (i - {old} - 0.5) * interval '1 hour'"
+        f" FROM generate_series(1, 40000) i ORDER BY {order}"
+    )
+    systems.execute("VACUUM FULL ANALYZE refresh_tokens")
+    expected = old
+    if heap.endswith(("yesterday", "late")):
+        systems.execute("DELETE FROM refresh_tokens WHERE expires_at < now()")
+        expected = 0
+    if heap == "few of late":
+        systems.execute("UPDATE refresh_tokens SET expires_at = now() - interval '9 days' WHERE id % 10 = 0")
+        expected = systems.count("refresh_tokens", "expires_at < now()")
+        assert 0 < expected < 5000
+    result = program.inside(configuration(systems.conninfo, TOKENS), "--once", "--json")
+    tokens = result.policies["tokens"]
+    assert (tokens["deleted"], tokens["stop_reason"]) == (expected, "drained")
+    (started,) = [line for line in log(result.stderr) if line.event == "phase_started"]
+    assert started.fields["walk"] == ("pages" if heap in ("in order", "shuffled") else "index")

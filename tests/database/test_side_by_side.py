@@ -266,6 +266,27 @@ def test_where_another_instance_is_at_work_the_rest_goes_first(
     assert proxy.batches < 40
 
 
+def test_beside_another_instance_a_few_rows_are_come_back_to_without_another_pass(
+    systems: Database, program: Program, proxy: Proxy
+) -> None:
+    """Ten rows in the middle are held as well, and free when all others are gone: no more than their pages is read."""
+    expired(systems, 20_000, indexed=False)
+    systems.execute("VACUUM ANALYZE refresh_tokens")
+    other = systems.connect(autocommit=False)
+    other.execute("SELECT 1 FROM refresh_tokens WHERE id < 1000 OR id BETWEEN 15001 AND 15010 FOR UPDATE")
+    left: list[int] = []
+
+    def give_way() -> None:
+        left.append(systems.count("refresh_tokens"))
+        other.rollback()
+
+    proxy.at("batch", 24, give_way)
+    result = program.inside(configuration(proxy.conninfo(systems), TOKENS, batch_size=1000), "--once", "--json")
+    tokens = result.policies["tokens"]
+    assert (result.returncode, tokens["deleted"], tokens["stop_reason"]) == (0, 20_000, "drained")
+    assert proxy.batches < 29
+
+
 def test_an_instance_on_the_same_chains_is_followed(systems: Database, program: Program, proxy: Proxy) -> None:
     """Its rows are waited for where they are, and not walked past: chains are gone through once."""
     systems.execute(f"CREATE INDEX ON {TABLE} (updated_at)")
