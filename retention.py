@@ -1340,7 +1340,7 @@ deletes_cancelled error
     claimed {count}, deleted 0: the database reports no error and keeps the rows
     -> look for a BEFORE DELETE trigger on {table}
 table_changed error
-    {table} was written anew, or its triggers, foreign keys or columns were changed while the run was on it
+    {table} was written anew, or its triggers, rules, foreign keys or columns were changed while the run was on it
     -> none is needed: the next run judges the table anew
 lag_unreadable error 42501
     the role {role} may not see how far a standby is behind, for which run.max_replication_lag asks
@@ -1491,13 +1491,16 @@ def tree(table: str) -> str:
 # Of the triggers there, those that are its own, or a partition's own, and no copies of another's.
 OWN_TRIGGER = f"g.tgrelid = ANY ({tree('c.oid')}) AND (g.tgrelid = c.oid OR g.tgparentid = 0)"
 # What was judged of a table, found by its name: which table that is, what its deletes set off (foreign keys into it are
-# triggers on it, too), and the columns that the policy goes by. A run deletes only while it is the same; partitions may
-# come and go.
+# triggers on it, too) or are made into (rules), and the columns that the policy goes by. A run deletes only while it is
+# the same; partitions may come and go.
 FINGERPRINT = """COALESCE((
     SELECT pg_catalog.concat_ws(' ', c.oid, c.relkind, c.relam, c.relispartition,
         c.relkind <> 'p' AND EXISTS (SELECT FROM pg_catalog.pg_inherits i WHERE i.inhparent = c.oid), {key},
         (SELECT pg_catalog.string_agg(pg_catalog.concat(g.oid, g.tgenabled), ',' ORDER BY g.oid)
          FROM pg_catalog.pg_trigger g WHERE {own_trigger}),
+        CASE WHEN c.relhasrules THEN (
+            SELECT pg_catalog.string_agg(pg_catalog.concat('rule', r.oid, r.ev_enabled), ',' ORDER BY r.oid)
+            FROM pg_catalog.pg_rewrite r WHERE r.ev_class = c.oid AND r.ev_type = '4') END,
         (SELECT pg_catalog.string_agg(pg_catalog.concat(a.attnum, ':', a.atttypid), ',' ORDER BY a.attnum)
          FROM pg_catalog.pg_attribute a WHERE a.attrelid = c.oid AND a.attname = ANY (%(judged)s::name[])))
     FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
@@ -2260,10 +2263,11 @@ SELECT (SELECT n FROM seen) AS looked,
 
 
 # A row's xmax has the number of a transaction or, from a counter of its own, that of several that share the row. Ours
-# is ambiguous if the table may hold such a number that equals it (from relminmxid on), or soon may: 500 ahead, more
-# than are taken while a statement is executed.
-AMBIGUOUS = """(SELECT mxid_age(pg_current_xact_id()::xid) BETWEEN -500 AND mxid_age(c.relminmxid)
+# is ambiguous if it lies between the oldest of these in the table and the next: a locked row may not be ours then.
+AMBIGUOUS = """(SELECT mxid_age(pg_current_xact_id()::xid) BETWEEN 0 AND mxid_age(c.relminmxid)
     FROM pg_class c WHERE c.oid = %(oid)s::oid)"""
+# It may become so while a batch goes on; not if it is so far ahead of the next, more than are taken meanwhile.
+FAR = 2**24
 
 
 def batch_in_place(walk: Walk) -> sql.Composed:
@@ -2314,11 +2318,13 @@ SELECT went.n + rest.n AS looked,
        (SELECT tid::text FROM witness) AS witness,
        (SELECT age::text FROM witness) AS witness_age,
        '{{}}'::text[] AS claimed_tids,
-       unchanged
+       unchanged,
+       mxid_age(ours.xid) > -{far} AS near
 FROM judged, claimed, ours, rest, went
 """).format(
         **walk.parts,
         ambiguous=sql.SQL(AMBIGUOUS),
+        far=sql.Literal(FAR),
         to_last=sql.SQL("{ahead} AND t.ctid <= (SELECT COALESCE(last, %(edge)s::tid) FROM ours)").format(**walk.parts),
         is_ours=sql.SQL("t.xmax OPERATOR(pg_catalog.=) (SELECT xid FROM ours)"),
     )
@@ -3707,6 +3713,7 @@ class Batch:
     witness_age: str | None
     claimed_tids: list[str]  # addresses of the rows that were claimed, if none was to be deleted
     unchanged: bool
+    near: bool | None = None  # in place: our number is not FAR ahead
 
 
 @dataclass(slots=True)
@@ -3738,9 +3745,14 @@ class Tally:
 class Position:
     """Where a pass is. `done` once a batch found the end."""
 
-    in_place = False  # the next rows are better claimed in place
+    can_be_in_place = False
+    in_place = False  # the next rows are claimed in place, being many
     tied = False  # among so many rows of one age that the other walk is better
     done: bool
+
+    def go_by_address(self) -> None:
+        """For the rest of the pass no rows are claimed in place."""
+        self.can_be_in_place = self.in_place = False
 
     def step_aside(self) -> bool:
         """Skip half of the pages ahead, to come back to them; False where that cannot be."""
@@ -4208,13 +4220,21 @@ class Phase:
                 # So lock first, which keeps new children out, and look again in a statement that sees what came before.
                 parameters["claimed_tids"] = ask(kind, delete=False).claimed_tids
             batch = ask(kind)
+            if batch.near and self.is_ambiguous(transaction):
+                self.position.go_by_address()
+                raise psycopg.errors.SerializationFailure("a lock has the number of this transaction")
             if kind == "in place" and batch.claimed and not batch.deleted:  # AMBIGUOUS, or all were just changed
+                self.position.go_by_address()
                 batch = ask("walk")
             if not batch.unchanged:
                 raise self.failure("table_changed")
             self.in_doubt = batch if batch.xid else None
         self.in_doubt = None
         return batch
+
+    def is_ambiguous(self, transaction: Transaction) -> bool:
+        prepare, parameters = self.session.is_direct(transaction), {"oid": self.table.oid}
+        return transaction.row(f"SELECT {AMBIGUOUS}", parameters, prepare=prepare) == (True,)
 
     def render(self) -> None:
         """Put the statements of this pass into the text that is sent: that takes as long as a small batch."""
@@ -4232,6 +4252,9 @@ class Phase:
             self.suspects += smallest
         elif verdict is Verdict.FAIL and self.table.triggered and self.failures < self.RETRIES:
             verdict = Verdict.ISOLATE  # a trigger in C, perhaps; where it is the statement, isolating fails as well
+        elif error.sqlstate == "42501" and self.position and self.position.in_place:
+            verdict = Verdict.RETRY  # xmax may not be read any more
+            self.position.go_by_address()
         elif verdict in (Verdict.FAIL, Verdict.FAIL_RUN) or self.failures >= self.RETRIES:
             raise failure from None
         elif self.is_of_known_key(error) and self.failures == 0:
@@ -4327,16 +4350,17 @@ class Phase:
 
         The status of the transaction alone would not do: after a crash its number may be another's. UnavailableError
         while its server process has not come to an end; PolicyFailedError where a row is there, but the table has been
-        changed or written anew, so that it may be another row.
+        changed, written anew or vacuumed, so that it may be another row.
         """
         status = "SELECT pg_xact_status(%(xid)s::xid8)"
-        gone = sql.SQL("SELECT NOT EXISTS (SELECT FROM {} t WHERE {} AND t.{} = %(age)s::{}), {}, {}").format(
+        gone = sql.SQL("SELECT NOT EXISTS (SELECT FROM {} t WHERE {} AND t.{} = %(age)s::{}), {}, {}, {}").format(
             rows(self.table),
             at(self.table, "ARRAY[%(witness)s]"),
             Name(self.table.age),
             sql.SQL(self.table.age_type),
             unchanged(self.table),
             sql.SQL(SHAPE),
+            sql.SQL(VACUUMS),
         )
         found = {"oid": self.table.oid, "witness": batch.witness, "age": batch.witness_age}
         try:
@@ -4349,8 +4373,8 @@ class Phase:
         if row != ("committed",):
             return False
         with self.session.transaction(snapshot=True) as transaction:
-            is_gone, same, shape = transaction.row(gone, {**identity(self.table.policy), **found})
-        if not is_gone and (not same or shape != self.shape):
+            is_gone, same, *numbers = transaction.row(gone, {**identity(self.table.policy), **found})
+        if not is_gone and (not same or numbers != [self.shape, self.vacuums]):
             raise self.failure("table_changed")
         return bool(is_gone)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Iterator
 
 import psycopg
 import pytest
@@ -130,6 +131,18 @@ def test_where_locks_do_not_tell_rows_go_by_their_addresses(
     assert (proxy.batches >= 5, proxy.prepared) == (True, [])
 
 
+def test_a_privilege_on_locks_that_is_taken_away_in_mid_run_is_done_without(
+    filled: Database, proxy: Proxy, program: Program
+) -> None:
+    """What may not be deleted at all is another matter."""
+    proxy.at("pause", 2, lambda: filled.execute("REVOKE SELECT (xmax) ON refresh_tokens FROM retention"))
+    proxy.at("pause", 5, lambda: filled.execute("REVOKE DELETE ON refresh_tokens FROM retention"))
+    result = program.inside(configuration(proxy.conninfo(filled), TOKENS, batch_size=10), "--once", "--json")
+    tokens = result.policies["tokens"]
+    assert (result.returncode, tokens["deleted"], tokens["error"]["sqlstate"]) == (1, 40, "42501")
+    assert filled.count("refresh_tokens") == 10
+
+
 def test_few_rows_among_many_are_not_gone_over_three_times(filled: Database, proxy: Proxy, program: Program) -> None:
     """Of ten rows one goes: by its address, after the first batch. Then most go: all in place."""
     filled.execute("DELETE FROM refresh_tokens")
@@ -151,11 +164,14 @@ CHANGES = {
     "cascade": "ALTER TABLE audit ADD FOREIGN KEY (token) REFERENCES refresh_tokens ON DELETE CASCADE",
     "restrict": "ALTER TABLE audit ADD FOREIGN KEY (token) REFERENCES refresh_tokens",
     "trigger": "CREATE TRIGGER keep BEFORE DELETE ON refresh_tokens FOR EACH ROW EXECUTE FUNCTION keep()",
+    "soft delete": "CREATE RULE soft AS ON DELETE TO refresh_tokens"
+    " DO INSTEAD UPDATE refresh_tokens SET is_revoked = true WHERE id = OLD.id",
+    "rule that keeps": "CREATE RULE keep AS ON DELETE TO refresh_tokens DO INSTEAD SELECT 1",
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_key_or_a_trigger_of_another_is_met_by_a_prepared_statement(
+def test_a_key_a_trigger_or_a_rule_of_another_is_met_by_a_prepared_statement(
     change: str, filled: Database, proxy: Proxy, program: Program
 ) -> None:
     """Whoever makes one waits for the batch under way; the next finds that the table is not what was judged."""
@@ -229,55 +245,116 @@ def test_rows_that_a_vacuum_lets_move_are_found(
     assert (tokens["stop_reason"], tokens["backlog"], filled.count("refresh_tokens")) == ("drained", 0, 0)
 
 
-def test_a_table_written_anew_under_a_doubtful_commit_leaves_no_wrong_count(
-    filled: Database, proxy: Proxy, program: Program
+@pytest.mark.parametrize("how", ["written anew", "a place used again"])
+def test_a_place_with_another_row_under_a_doubtful_commit_leaves_no_wrong_count(
+    how: str, filled: Database, proxy: Proxy, program: Program
 ) -> None:
     """The place of a deleted row has another of the same age then: how many have gone is not known, and not said."""
+    filled.execute("UPDATE refresh_tokens SET expires_at = date_trunc('day', expires_at)")
+    filled.execute("VACUUM FULL refresh_tokens")
 
     def rewrite() -> None:
-        filled.execute("VACUUM FULL refresh_tokens")
+        filled.execute("VACUUM FULL refresh_tokens" if how == "written anew" else "VACUUM refresh_tokens")
+        if how == "a place used again":
+            filled.execute(
+                "INSERT INTO refresh_tokens (expires_at)"
+                " SELECT (SELECT min(expires_at) FROM refresh_tokens) FROM generate_series(1, 10)"
+            )
         proxy.cut()
 
     proxy.at("commit answered", 1, rewrite)
     config = configuration(proxy.conninfo(filled), TOKENS, batch_size=10)
     result = program.inside(config, "--once", "--json")
     tokens = result.policies["tokens"]
-    assert (result.returncode, tokens["deleted"], filled.count("refresh_tokens")) == (1, None, 40)
+    left = 40 if how == "written anew" else 50
+    assert (result.returncode, tokens["deleted"], filled.count("refresh_tokens")) == (1, None, left)
 
 
-def test_a_number_for_several_sessions_is_not_taken_for_ours(program: Program) -> None:
-    """A row that sessions share has a number for all of them as its locker, which may be that of our transaction."""
+@pytest.fixture
+def sharers() -> Iterator[Database]:
+    """A server of its own, that has had more numbers for several sessions which share a row than for transactions."""
     server = Server()
     try:
         database = Database(server, "postgres")
         database.execute(SYSTEMS.read_text())
-        database.execute("""
-            DROP INDEX ix_refresh_tokens_expires_at;
-            INSERT INTO refresh_tokens (expires_at) SELECT now() - interval '1 day' FROM generate_series(1, 50);
-            CREATE TABLE numbers AS SELECT generate_series(0, 1023) AS id
-        """)
+        database.execute("DROP INDEX ix_refresh_tokens_expires_at")
+        database.execute("CREATE TABLE numbers AS SELECT generate_series(0, 1023) AS id")
         sharing = [database.connect(autocommit=False) for _ in range(10)]
-        for bit, session in enumerate(sharing):  # each set of sessions takes a number, more than there are transactions
+        for bit, session in enumerate(sharing):  # each set of sessions takes a number
             session.execute(f"SELECT 1 FROM numbers WHERE id >> {bit} & 1 = 1 FOR KEY SHARE")
         for session in sharing:
             session.rollback()
-        for bit, session in enumerate(sharing[:5]):
-            session.execute(f"SELECT 1 FROM refresh_tokens WHERE id < 32 AND id >> {bit} & 1 = 1 FOR KEY SHARE")
-        number = database.value(
-            "SELECT xmax::text::bigint FROM refresh_tokens WHERE id < 32 ORDER BY 1 DESC OFFSET 7 LIMIT 1"
-        )
-        next_one = "SELECT pg_snapshot_xmax(pg_current_snapshot())::text"
-        assert int(database.value(next_one)) < number
-        while int(database.value(next_one)) < number:
-            database.execute("SELECT pg_current_xact_id()")
-        tokens = program.inside(
-            configuration(database.conninfo, TOKENS, database={"lock_timeout": "500ms"}), "--once", "--json"
-        ).policies["tokens"]
-        assert (tokens["deleted"], tokens["backlog"], tokens["stop_reason"]) == (19, 31, "locked")
-        assert database.count("refresh_tokens", f"xmax::text = '{number}'") == 1
+        yield database
         database.close()
     finally:
         server.remove()
+
+
+def take_transactions(database: Database, number: int) -> None:
+    """Until the next one has this number."""
+    next_one = "SELECT pg_snapshot_xmax(pg_current_snapshot())::text"
+    assert int(database.value(next_one)) < number
+    while int(database.value(next_one)) < number:
+        database.execute("SELECT pg_current_xact_id()")
+
+
+def test_a_number_for_several_sessions_is_not_taken_for_ours(sharers: Database, program: Program) -> None:
+    """A row that sessions share has a number for all of them as its locker, which may be that of our transaction."""
+    sharers.execute(
+        "INSERT INTO refresh_tokens (expires_at) SELECT now() - interval '1 day' FROM generate_series(1, 50)"
+    )
+    for bit in range(5):
+        session = sharers.connect(autocommit=False)
+        session.execute(f"SELECT 1 FROM refresh_tokens WHERE id < 32 AND id >> {bit} & 1 = 1 FOR KEY SHARE")
+    number = sharers.value(
+        "SELECT xmax::text::bigint FROM refresh_tokens WHERE id < 32 ORDER BY 1 DESC OFFSET 7 LIMIT 1"
+    )
+    take_transactions(sharers, number)
+    tokens = program.inside(
+        configuration(sharers.conninfo, TOKENS, database={"lock_timeout": "500ms"}), "--once", "--json"
+    ).policies["tokens"]
+    assert (tokens["deleted"], tokens["backlog"], tokens["stop_reason"]) == (19, 31, "locked")
+    assert sharers.count("refresh_tokens", f"xmax::text = '{number}'") == 1
+
+
+@pytest.mark.parametrize("ahead", [530, 545, 560, 600])
+def test_our_number_is_not_given_to_several_sessions_while_a_batch_goes_on(
+    ahead: int, sharers: Database, program: Program
+) -> None:
+    """2,000 live rows come to be shared, one after the other, while a statement deletes 50,000 old ones."""
+    sharers.execute("""
+        INSERT INTO refresh_tokens (id, expires_at)
+            SELECT i, now() + CASE WHEN i <= 50000 THEN -1 ELSE 1 END * interval '5 days'
+            FROM generate_series(1, 52000) i;
+        CREATE FUNCTION share() RETURNS void LANGUAGE plpgsql AS $$
+        BEGIN
+            LOOP  -- until the batch has come to its end
+                EXIT WHEN (SELECT xmax::text <> '0' FROM refresh_tokens WHERE id = 50000);
+            END LOOP;
+            FOR n IN 50001..52000 LOOP
+                BEGIN
+                    PERFORM FROM refresh_tokens WHERE id = n FOR KEY SHARE;
+                EXCEPTION WHEN division_by_zero THEN NULL;
+                END;
+            END LOOP;
+        END $$;
+        CHECKPOINT
+    """)
+    one, other = sharers.connect(autocommit=False), sharers.connect()
+    one.execute("SELECT FROM refresh_tokens WHERE id > 50000 FOR KEY SHARE")
+    take_transactions(
+        sharers, int(sharers.value("SELECT next_multixact_id::text FROM pg_control_checkpoint()")) + ahead
+    )
+    sharing = threading.Thread(
+        target=lambda: (other.execute("SET statement_timeout = '60s'; SELECT share()"), one.rollback())
+    )
+    sharing.start()
+    tokens = program.inside(configuration(sharers.conninfo, TOKENS, batch_size=100_000), "--once", "--json").policies[
+        "tokens"
+    ]
+    sharing.join()
+    assert (tokens["deleted"], tokens["backlog"], tokens["stop_reason"]) == (50_000, 0, "drained")
+    assert sharers.count("refresh_tokens") == 2000
 
 
 @pytest.mark.parametrize("heap", ["in order", "shuffled", "few", "statistics of yesterday", "few of late"])
