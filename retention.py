@@ -637,6 +637,13 @@ class Name(sql.Identifier):
         return super().as_bytes(context).replace(b"%", b"%%")
 
 
+class Constant(sql.Literal):
+    """A value that is always the same for a statement with parameters; likewise."""
+
+    def as_bytes(self, context: Any = None) -> bytes:
+        return super().as_bytes(context).replace(b"%", b"%%")
+
+
 def one_line(text: str) -> str:
     return " ".join(text.split())
 
@@ -1502,22 +1509,24 @@ FINGERPRINT = """COALESCE((
             SELECT pg_catalog.string_agg(pg_catalog.concat('rule', r.oid, r.ev_enabled), ',' ORDER BY r.oid)
             FROM pg_catalog.pg_rewrite r WHERE r.ev_class = c.oid AND r.ev_type = '4') END,
         (SELECT pg_catalog.string_agg(pg_catalog.concat(a.attnum, ':', a.atttypid), ',' ORDER BY a.attnum)
-         FROM pg_catalog.pg_attribute a WHERE a.attrelid = c.oid AND a.attname = ANY (%(judged)s::name[])))
+         FROM pg_catalog.pg_attribute a WHERE a.attrelid = c.oid AND a.attname = ANY ({{judged}}::name[])))
     FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
-    WHERE n.nspname = %(schema)s AND c.relname = %(name)s), '')"""
+    WHERE n.nspname = {{schema}} AND c.relname = {{name}}), '')"""
 
 
-def fingerprint(*, spread: bool) -> str:
-    """SQL for the fingerprint of a table; `spread`: its rows are found by key, as they may be in partitions.
+def fingerprint(policy: Policy, *, spread: bool) -> sql.Composed:
+    """The fingerprint of a policy's table; `spread`: its rows are found by key, as they may be in partitions.
 
     It is planned for each batch, so of other tables it asks no more than it must.
     """
-    if not spread:
-        return FINGERPRINT.format(key="NULL", own_trigger="g.tgrelid = c.oid")
-    index = (
-        "SELECT i.indexrelid FROM pg_catalog.pg_index i WHERE i.indrelid = c.oid AND i.indisprimary AND i.indisvalid"
+    key, own_trigger = "NULL", "g.tgrelid = c.oid"
+    if spread:
+        key = "(SELECT i.indexrelid FROM pg_index i WHERE i.indrelid = c.oid AND i.indisprimary AND i.indisvalid)"
+        own_trigger = OWN_TRIGGER
+    judged = [policy.column, *(policy.only or {}), *filter(None, [policy.parent_column])]
+    return sql.SQL(FINGERPRINT.format(key=key, own_trigger=own_trigger)).format(
+        schema=Constant(policy.table.schema), name=Constant(policy.table.name), judged=Constant(judged)
     )
-    return FINGERPRINT.format(key=f"({index})", own_trigger=OWN_TRIGGER)
 
 
 RELATION = """
@@ -1670,12 +1679,6 @@ class Column:
     indexed: bool
 
 
-def identity(policy: Policy) -> dict[str, Any]:
-    """The parameters of `fingerprint`."""
-    judged = [policy.column, *(policy.only or {}), *filter(None, [policy.parent_column])]
-    return {"schema": policy.table.schema, "name": policy.table.name, "judged": judged}
-
-
 def inspect(session: Session, policy: Policy, policies: Sequence[Policy], options: RunOptions) -> Inspection:
     """What the catalog says of the policy's table; `policies` are all of them, this one included."""
     with session.transaction(snapshot=True) as transaction:
@@ -1723,8 +1726,9 @@ class Inspection:
         first, *others = self.errors
         return first.failure(f" ({len(others)} more: {PROGRAM} --check)" if others else "")
 
-    def ask(self, query: str, **parameters: object) -> list[tuple[Any, ...]]:
-        return self.transaction.execute(query.encode(), {"oid": self.oid, **parameters}).fetchall()
+    def ask(self, query: str | sql.Composed, **parameters: object) -> list[tuple[Any, ...]]:
+        text = query.encode() if isinstance(query, str) else query
+        return self.transaction.execute(text, {"oid": self.oid, **parameters}).fetchall()
 
     def report(self, code: str, sqlstate: str | None = None, /, **names: object) -> None:
         names = {"table": self.name, "role": self.role, **names}
@@ -1751,7 +1755,7 @@ class Inspection:
         elif method != "heap":
             spread = f"stored by {method}"
         key = self.key(spread) if spread else ()
-        ((judged,),) = self.ask(f"SELECT {fingerprint(spread=bool(key))}", **identity(self.policy))
+        ((judged,),) = self.ask(sql.SQL("SELECT {}").format(fingerprint(self.policy, spread=bool(key))))
         self.columns = {row[0]: Column(*row) for row in self.ask(COLUMNS)}
         age = self.age()
         only = [self.allow_list(column, values) for column, values in (self.policy.only or {}).items()]
@@ -2050,15 +2054,16 @@ SCANNING_LOOK = """scanned AS MATERIALIZED (
 ), look AS MATERIALIZED (
     SELECT * FROM scanned WHERE chosen LIMIT %(limit)s::bigint
 )"""
-# The last fields of `Batch`, in its order.
+# Fields of `Batch`, in its order.
 RESULT = """(SELECT n FROM went) AS deleted,
        (SELECT age::text FROM last) AS last_age,
        (SELECT tid::text FROM last) AS last_tid,
        CASE WHEN (SELECT n FROM went) > 0 THEN pg_current_xact_id()::text END AS xid,
        (SELECT tid::text FROM gone LIMIT 1) AS witness,
        (SELECT age::text FROM gone LIMIT 1) AS witness_age,
-       ARRAY (SELECT tid::text FROM claim WHERE NOT %(delete)s::boolean) AS claimed_tids,
-       (SELECT unchanged FROM judged) AS unchanged"""
+       (SELECT unchanged FROM judged) AS unchanged,
+       NULL::boolean AS near,
+       ARRAY (SELECT tid::text FROM claim WHERE NOT %(delete)s::boolean) AS claimed_tids"""
 
 
 def walk_of(table: Table, name: str) -> Walk:
@@ -2131,8 +2136,8 @@ def parameters_of(table: Table, bound: str, policy: str = "") -> dict[str, Any]:
 
 def unchanged(table: Table) -> sql.Composed:
     """The table is what was judged; whoever changes it waits for our lock on it."""
-    now = fingerprint(spread=bool(table.key))
-    return sql.SQL(f"{now} = {{}}").format(sql.Literal(table.fingerprint))
+    now = fingerprint(table.policy, spread=bool(table.key))
+    return sql.SQL("{} = {}").format(now, sql.Literal(table.fingerprint))
 
 
 def relation(name: TableName) -> sql.Composed:
@@ -2256,8 +2261,6 @@ WITH {judged}, {look}, seen AS MATERIALIZED (
 SELECT (SELECT n FROM seen) AS looked,
        0::bigint AS held,
        (SELECT n FROM claimed) AS claimed,
-       '{{}}'::text[] AS freed,
-       '{{}}'::bigint[] AS held_by,
        {result}
 """).format(**walk.parts)
 
@@ -2309,15 +2312,12 @@ WITH {judged}, claimed AS MATERIALIZED (
 SELECT went.n + rest.n AS looked,
        0::bigint AS held,
        claimed.n AS claimed,
-       '{{}}'::text[] AS freed,
-       '{{}}'::bigint[] AS held_by,
        went.n AS deleted,
        NULL::text AS last_age,
        ours.last::text AS last_tid,
        CASE WHEN went.n > 0 THEN pg_current_xact_id() END::text AS xid,
        (SELECT tid::text FROM witness) AS witness,
        (SELECT age::text FROM witness) AS witness_age,
-       '{{}}'::text[] AS claimed_tids,
        unchanged,
        mxid_age(ours.xid) > -{far} AS near
 FROM judged, claimed, ours, rest, went
@@ -2461,9 +2461,9 @@ WITH RECURSIVE {judged}, {look}, edge AS MATERIALIZED (
 SELECT (SELECT n FROM seen) AS looked,
        (SELECT count(*) FROM held) AS held,
        (SELECT count(*) FROM chosen) AS claimed,
+       {result},
        ARRAY (SELECT tid::text FROM freed) AS freed,
-       ARRAY (SELECT DISTINCT held_by::bigint FROM counted WHERE held_by IS NOT NULL) AS held_by,
-       {result}
+       ARRAY (SELECT DISTINCT held_by::bigint FROM counted WHERE held_by IS NOT NULL) AS held_by
 """).format(
         **{**walk.parts, "look": look},
         named_inside=named_inside(table),
@@ -2486,7 +2486,6 @@ def explained(table: Table) -> tuple[sql.Composed, dict[str, Any]]:
     numbers = {"limit": 1, "scan": 1, "done": False, "delete": False}
     return sql.SQL("EXPLAIN {}").format(batch), {
         **parameters_of(table, ""),
-        **identity(table.policy),
         **unknown,
         **numbers,
     }
@@ -3703,17 +3702,17 @@ class Batch:
     looked: int  # rows of the policy that it passed
     held: int  # of these, rows to which a row that stays refers
     claimed: int
-    freed: list[str]  # addresses of rows behind the walk that a deleted row named
-    held_by: list[int]  # by which references, as numbers
     deleted: int
     last_age: str | None  # of the row at which the batch ended, though more lie ahead
     last_tid: str | None
     xid: str | None
     witness: str | None  # address of a deleted row: whether it is still there tells if a doubtful COMMIT went through
     witness_age: str | None
-    claimed_tids: list[str]  # addresses of the rows that were claimed, if none was to be deleted
     unchanged: bool
-    near: bool | None = None  # in place: our number is not FAR ahead
+    near: bool | None  # in place: our number is not FAR ahead
+    claimed_tids: Sequence[str] = ()  # addresses of the rows that were claimed, if none was to be deleted
+    freed: Sequence[str] = ()  # addresses of rows behind the walk that a deleted row named
+    held_by: Sequence[int] = ()  # by which references, as numbers
 
 
 @dataclass(slots=True)
@@ -4205,7 +4204,6 @@ class Phase:
             "delete": delete,
             "claimed_tids": None,
             "oid": self.table.oid,
-            **identity(self.table.policy),
         }
         kind = "climb" if seeds else "in place" if delete and self.position.in_place else "walk"
 
@@ -4373,7 +4371,7 @@ class Phase:
         if row != ("committed",):
             return False
         with self.session.transaction(snapshot=True) as transaction:
-            is_gone, same, *numbers = transaction.row(gone, {**identity(self.table.policy), **found})
+            is_gone, same, *numbers = transaction.row(gone, found)
         if not is_gone and (not same or numbers != [self.shape, self.vacuums]):
             raise self.failure("table_changed")
         return bool(is_gone)
@@ -4387,7 +4385,7 @@ class Phase:
         interval = self.options.retention_interval
         question = survey([self.table], self.now, interval, self.hidden, self.refused)
         with self.session.transaction(SURVEYING, snapshot=True, timeout=timeout) as transaction:
-            if transaction.row(judged, identity(self.table.policy)) != (True,):
+            if transaction.row(judged, {}) != (True,):
                 raise self.failure("table_changed")
             return Found(*transaction.row(*question))
 

@@ -8,7 +8,7 @@ from lab import Database
 
 _HOLES = re.compile(
     r"""
-    (?P<literal> \b[eE]'(?:[^'\\]|\\.|'')*' | '(?:[^']|'')*' )
+    (?P<literal> \s* (?: \b[eE]'(?:[^'\\]|\\.|'')*' | '(?:[^']|'')*' ) )  # the driver puts a space before an E
     | (?P<name> "(?:[^"]|"")*" )
     | (?P<number> \b\d+\b )
     """,
