@@ -268,7 +268,7 @@ def idle(bench: Bench) -> None:
                 measured, heap, indexes = touched(bench, data)
             table.append([name, f"{pages:,}", f"{heap:,}", f"{indexes:,}", f"{measured.seconds:.3f}"])
             if index:
-                verdicts.append((f"buffers, {name}", heap + indexes, 20))
+                verdicts.append((f"buffers, {name}", heap + indexes, 19))
             else:
                 verdicts.append((f"buffers / pages of the table, {name}", (heap + indexes) / pages, 1.01))
     bench.table(("", "pages", "heap buffers", "index buffers", "seconds"), table)
