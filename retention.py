@@ -4075,12 +4075,11 @@ class Phase:
             self.begin_pass(out_of_order=self.out_of_order)
 
     def choose_walk(self) -> None:
-        """Go by pages from the start where that is sooner than along the index.
+        """Go by pages from the start where that is sooner than along the index of age.
 
-        So it is where most of the table goes, or much of it and the heap is not in the order of age.
-
-        The index is asked whether there are many old rows, then the planner, whose statistics may be of yesterday: at
-        worst the table is read once in vain. Chains are better in order, and partitions have no pages in common.
+        So it is where most of the table goes, or much of it from a heap in another order. The index is asked whether
+        there are many old rows, then the planner, whose statistics may be of yesterday: at worst the table is read once
+        in vain. Chains are better in order, and partitions have no pages in common.
         """
         if self.walk.name != "index" or self.table.references or self.table.key:
             return
@@ -4151,7 +4150,7 @@ class Phase:
             self.failures, self.progressed = 0, True
             others = batch.looked - batch.held - batch.claimed
             met = not seeds and self.meets_another(batch, others)
-            if met or (self.beside and others and self.position.come_back(batch)):
+            if met or (self.beside and self.patient and others and self.position.come_back(batch)):
                 batch = dataclasses.replace(batch, looked=batch.claimed, held=0)  # what stays is looked at again
             self.tally.add(batch, climbing=bool(seeds), refused=refused)
             assert self.deleted is not None
@@ -4233,6 +4232,7 @@ class Phase:
         return batch
 
     def is_ambiguous(self, transaction: Transaction) -> bool:
+        """Whether what carries our number may not be ours, by now."""
         prepare, parameters = self.session.is_direct(transaction), {"oid": self.table.oid}
         return transaction.row(f"SELECT {AMBIGUOUS}", parameters, prepare=prepare) == (True,)
 
