@@ -345,9 +345,12 @@ def test_our_number_is_not_given_to_several_sessions_while_a_batch_goes_on(
     take_transactions(
         sharers, int(sharers.value("SELECT next_multixact_id::text FROM pg_control_checkpoint()")) + ahead
     )
-    sharing = threading.Thread(
-        target=lambda: (other.execute("SET statement_timeout = '60s'; SELECT share()"), one.rollback())
-    )
+
+    def share() -> None:
+        other.execute("SET statement_timeout = '60s'; SELECT share()")
+        one.rollback()
+
+    sharing = threading.Thread(target=share)
     sharing.start()
     tokens = program.inside(configuration(sharers.conninfo, TOKENS, batch_size=100_000), "--once", "--json").policies[
         "tokens"
