@@ -1521,7 +1521,8 @@ def fingerprint(policy: Policy, *, spread: bool) -> sql.Composed:
     """
     key, own_trigger = "NULL", "g.tgrelid = c.oid"
     if spread:
-        key = "(SELECT i.indexrelid FROM pg_index i WHERE i.indrelid = c.oid AND i.indisprimary AND i.indisvalid)"
+        key = """(SELECT i.indexrelid FROM pg_catalog.pg_index i
+            WHERE i.indrelid = c.oid AND i.indisprimary AND i.indisvalid)"""
         own_trigger = OWN_TRIGGER
     judged = [policy.column, *(policy.only or {}), *filter(None, [policy.parent_column])]
     return sql.SQL(FINGERPRINT.format(key=key, own_trigger=own_trigger)).format(
@@ -1726,9 +1727,8 @@ class Inspection:
         first, *others = self.errors
         return first.failure(f" ({len(others)} more: {PROGRAM} --check)" if others else "")
 
-    def ask(self, query: str | sql.Composed, **parameters: object) -> list[tuple[Any, ...]]:
-        text = query.encode() if isinstance(query, str) else query
-        return self.transaction.execute(text, {"oid": self.oid, **parameters}).fetchall()
+    def ask(self, query: str, **parameters: object) -> list[tuple[Any, ...]]:
+        return self.transaction.execute(query.encode(), {"oid": self.oid, **parameters}).fetchall()
 
     def report(self, code: str, sqlstate: str | None = None, /, **names: object) -> None:
         names = {"table": self.name, "role": self.role, **names}
@@ -1755,7 +1755,7 @@ class Inspection:
         elif method != "heap":
             spread = f"stored by {method}"
         key = self.key(spread) if spread else ()
-        ((judged,),) = self.ask(sql.SQL("SELECT {}").format(fingerprint(self.policy, spread=bool(key))))
+        (judged,) = self.transaction.row(sql.SQL("SELECT {}").format(fingerprint(self.policy, spread=bool(key))), {})
         self.columns = {row[0]: Column(*row) for row in self.ask(COLUMNS)}
         age = self.age()
         only = [self.allow_list(column, values) for column, values in (self.policy.only or {}).items()]

@@ -186,7 +186,7 @@ class Link(threading.Thread):
     """One connection through the proxy."""
 
     BEGIN, STATEMENT, COMMIT = b"BEGIN ISOLATION", b"SKIP LOCKED", b"COMMIT\0"
-    PREPARED = re.compile(rb"\0?(_pg3_[0-9]+)\0")  # as the driver calls them: in Parse, which has a text, and in Bind
+    PREPARED = re.compile(rb"(_pg3_[0-9]+)\0")  # as the driver calls them: in Parse, which has a text, and in Bind
 
     def __init__(self, proxy: Proxy, client: socket.socket) -> None:
         super().__init__(daemon=True)

@@ -214,7 +214,7 @@ def test_a_late_batch_reads_no_more_than_an_early_one(
 def test_a_heap_in_no_order_is_read_page_by_page_where_most_of_it_goes(
     gone: int, by_pages: bool, explained: Database, program: Program
 ) -> None:
-    """After five thousand rows along the index: where the planner, asked for all that goes, would read the table."""
+    """From the first batch on: where the planner, asked for all that goes, would read the table."""
     explained.execute(
         "INSERT INTO refresh_tokens (expires_at, user_agent)"
         f" SELECT now() + (i - {gone} - 0.5) * interval '1 hour', repeat('x', 100)"

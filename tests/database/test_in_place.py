@@ -199,22 +199,29 @@ def test_a_key_a_trigger_or_a_rule_of_another_is_met_by_a_prepared_statement(
     assert (refused, proxy.prepared) == ([change], [1, 2, 3, 4])
 
 
-@pytest.mark.parametrize("loss", ["DEALLOCATE ALL", "DEALLOCATE ALL; PREPARE _pg3_0 AS SELECT 1"])
+@pytest.mark.parametrize(
+    ("stage", "batch", "loss", "state", "prepared"),
+    [("pause", 2, "DEALLOCATE ALL", "26000", [1, 2, 3]), ("login", 0, "PREPARE _pg3_0 AS SELECT 1", "42P05", [])],
+    ids=["lost", "another's"],
+)
 def test_a_prepared_statement_that_is_lost_or_anothers_is_done_without(
-    loss: str, filled: Database, proxy: Proxy, program: Program
+    stage: str,
+    batch: int,
+    loss: str,
+    state: str,
+    prepared: list[int],
+    filled: Database,
+    proxy: Proxy,
+    program: Program,
 ) -> None:
     """As behind a pooler that does not show that it is one."""
-    if "PREPARE _pg3" in loss:
-        proxy.at("login", 0, lambda: proxy.ask(loss))
-    else:
-        proxy.at("pause", 2, lambda: proxy.ask(loss))
+    proxy.at(stage, batch, lambda: proxy.ask(loss))
     config = configuration(proxy.conninfo(filled), TOKENS, batch_size=10)
     result = program.inside(config, "--once", "--json")
     tokens = result.policies["tokens"]
     assert (result.returncode, tokens["deleted"], tokens["backlog"]) == (0, 50, 0)
     retried = [line.fields["sqlstate"] for line in log(result.stderr) if line.event == "batch_retried"]
-    assert retried == ["26000" if proxy.happened == ["pause"] else "42P05"]
-    assert len(proxy.prepared) == (3 if proxy.happened == ["pause"] else 0)
+    assert (proxy.happened, retried, proxy.prepared) == ([stage], [state], prepared)
 
 
 @pytest.mark.parametrize("skipped", [False, True], ids=["behind the walk", "where it has come back from"])
